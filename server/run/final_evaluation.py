@@ -78,6 +78,7 @@ class Measured:
         view = state.view()
         chosen = set(looked_at(self.config, trained(view)))
         self.sites = [site for site in view.sites if site.name in chosen]
+        folder.note_networks(site.name for site in self.sites if site.name in self.models)  # at once: there may be many
         self._waiting: list[_Waiting] = []
         self._served: set[Architecture] = set()  # architectures whose first shared network has been measured
 

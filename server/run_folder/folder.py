@@ -29,15 +29,15 @@ from fedloom.server.run_folder.layout import (
     LOCK,
     LOSSES,
     METRICS,
-    PLOTS,
     STANDARDISATION,
     STATES,
+    SUFFIXES,
     SUMMARY,
-    TABLE_FILES,
     TABLES,
     WRITTEN_NAMES,
     is_left,
     noted,
+    notes_on,
     own_in,
 )
 from fedloom.server.run_folder.listing import holds, read_config, read_object, read_summary, refuse_existing
@@ -164,13 +164,17 @@ class RunFolder:
             self.write_metrics(without_values(records.values(), gone))
 
     def note_written(self, files: Iterable[str]) -> None:
-        """Note files, such as plots/accuracy.png, before a report writes them: others in their folders are never deleted."""
+        """Note files, such as plots/accuracy.png, before they are written: others in their folders are never deleted."""
         before, path = noted(self.path), self.path / WRITTEN_NAMES
-        if before is None:
-            before = {str(file.relative_to(self.path)) for name in (PLOTS, TABLE_FILES) for file in own_in(self.path, name)}
-        after = before.union(files)
+        new = [name for name in SUFFIXES if not notes_on(before, name)]
+        present = {str(file.relative_to(self.path)) for name in new for file in own_in(self.path, name)}
+        after = (before or set()).union(files, present, (f"{name}/" for name in new))
         if not path.exists() or after != before:
             write_bytes(path, json.dumps(sorted(after), indent=2).encode(), private=True)
+
+    def note_networks(self, names: Iterable[str]) -> None:
+        """Note the files of networks, by the networks' names, as `note_written`."""
+        self.note_written(f"{STATES}/{name}.safetensors" for name in names)
 
     def sweep(self) -> None:
         """Remove the temporary files that a crash left."""
@@ -180,13 +184,13 @@ class RunFolder:
                     path.unlink()
 
     def results(self) -> dict[str, str]:
-        """Return the sha256 of each result file, by its path in the folder."""
+        """Return the sha256 of each result file, by its path in the folder, without users' files."""
         names = [
             CONFIG,
             METRICS,
             SUMMARY,
             STANDARDISATION,
-            *(f"{STATES}/{path.name}" for path in (self.path / STATES).glob("*.safetensors")),
+            *(f"{STATES}/{path.name}" for path in own_in(self.path, STATES) if path.suffix == ".safetensors"),
         ]
         files = {name: self.path / name for name in sorted(names)}
         return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
@@ -208,6 +212,7 @@ class RunFolder:
         write, split = write_state if name == AGGREGATE else write_private_state, SplitRule.of(config) if config else None
         facts = {"network": model.architecture.network, "form": json.dumps(model.architecture.form.plain())}
         facts |= {**split_metadata(split), **metadata}
+        self.note_networks([name])
         write(self.path / STATES / f"{name}.safetensors", model.state, **facts)
 
     def best(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ LEDGER, SEAL, LOCK = "ledger.sqlite", "ledger.sha256", "ledger.lock"  # the run'
 BASELINES, RETRAINED, CERTIFICATES = "baselines", "retrained", "certificates"
 STATES, SITES, STAGING, BLOBS = "states", "sites", "staging", "blobs"
 PLOTS, TABLE_FILES, REPORT = "plots", "tables", "report.html"
-WRITTEN_NAMES = "written.json"  # the files that reports wrote in plots/ and tables/; others there are the user's
+WRITTEN_NAMES = "written.json"  # the files that fedloom wrote in the folders of SUFFIXES; others there are the user's
 COMPARED = "compared.json"  # next to comparison pages: the runs that they show
 FINISHED = "finished"  # the status of a summary
 APPLIED = ".applied.jsonl"  # beside the runs: all applied requests
@@ -69,12 +69,12 @@ def _strange_inside(path: Path) -> Iterator[str]:
     """Yield such entries of the subfolders in which users may save their own files."""
     for folder in SUFFIXES:
         own = set(own_in(path, folder))
-        for entry in (path / folder).iterdir() if (path / folder).is_dir() else ():
+        for entry in (path / folder).iterdir() if is_folder(path / folder) else ():
             if entry not in own and not entry.is_symlink():
                 yield f"{folder}/{entry.name}"
     for folder in (BASELINES, RETRAINED):
-        for run in (path / folder).iterdir() if (path / folder).is_dir() else ():
-            if run.is_dir():
+        for run in (path / folder).iterdir() if is_folder(path / folder) else ():
+            if is_folder(run):
                 yield from (f"{folder}/{run.name}/{name}" for name in strange_in(run, {}))
             elif not (_passing(run.name) or run.is_symlink()):
                 yield f"{folder}/{run.name}"
@@ -83,17 +83,23 @@ def _strange_inside(path: Path) -> Iterator[str]:
 def own_in(path: Path, folder: str) -> list[Path]:
     """Return the files that fedloom wrote in a folder of SUFFIXES, with those of interrupted writes and of desktops.
 
-    In plots/ and tables/, these are the files of `noted`; in a run of an earlier version, which has no such
-    notes, all files with the endings in SUFFIXES.
+    These are the files of `noted`; in a run of an earlier version, which has no notes on this folder, all files with the
+    endings in SUFFIXES.
     """
-    known = noted(path) if folder in (PLOTS, TABLE_FILES) else None
+    known = noted(path)
+    known = known if notes_on(known, folder) else None
     files = [entry for entry in (path / folder).iterdir() if not entry.is_dir()] if (path / folder).is_dir() else []
     return [file for file in files if is_left(file.name) or _passing(file.name)
             or (f"{folder}/{file.name}" in known if known is not None else file.suffix in SUFFIXES[folder])]  # fmt: skip
 
 
+def notes_on(known: set[str] | None, folder: str) -> bool:
+    """Return whether the notes name all files in a folder of SUFFIXES. Those of earlier versions name plots and tables."""
+    return known is not None and (folder in (PLOTS, TABLE_FILES) or f"{folder}/" in known)
+
+
 def noted(path: Path) -> set[str] | None:
-    """Return the files that reports wrote, by RunFolder.note_written; None if the run has no notes, or damaged ones."""
+    """Return the files and folders of RunFolder.note_written; None if the run has no notes, or damaged ones."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         names = json.loads((path / WRITTEN_NAMES).read_text(encoding="utf-8"))
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
@@ -104,13 +110,13 @@ def noted(path: Path) -> set[str] | None:
 def delete(folder: Path, name: str) -> None:
     """Delete a file or folder of the run in `folder`. Files that fedloom did not write stay, and the folders around them."""
     path = folder / name
-    if not path.is_dir() or path.is_symlink():
+    if not is_folder(path):
         path.unlink()
     elif name in SUFFIXES:
         for file in own_in(folder, name):
             file.unlink()
     elif name == BASELINES:
-        for run in [run.name for run in path.iterdir() if run.is_dir()]:
+        for run in [run.name for run in path.iterdir() if is_folder(run)]:
             _delete_run(path / run)
     elif Path(name).parent.name == RETRAINED:
         _delete_run(path)
@@ -118,6 +124,18 @@ def delete(folder: Path, name: str) -> None:
         shutil.rmtree(path)
     if path.is_dir() and not any(path.iterdir()):
         path.rmdir()
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether the path is a folder itself. A link to one may lead to anyone's files, which are never deleted."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def links_in(path: Path) -> Iterator[Path]:
+    """Yield the links in place of what `delete` would remove: the path, the runs inside it, and their files and folders."""
+    runs = [path, *(path.iterdir() if path.name == BASELINES and is_folder(path) else ())]
+    parts = [run / name for run in runs if run.parent.name in (BASELINES, RETRAINED) for name in sorted(WRITTEN)]
+    yield from (part for part in (*runs, *parts) if part.is_symlink())
 
 
 def _delete_run(path: Path) -> None:

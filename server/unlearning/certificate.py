@@ -25,7 +25,8 @@ from fedloom.server.ledger.blobs import LedgerError, file_digest
 from fedloom.server.ledger.sums import added_up
 from fedloom.server.ledger.tables import Event
 from fedloom.server.rounds.server_state import ServerState
-from fedloom.server.run_folder.layout import CERTIFICATES
+from fedloom.server.run_folder.folder import RunFolder
+from fedloom.server.run_folder.layout import CERTIFICATES, SUFFIXES
 from fedloom.server.unlearning.client_erasure import at_sites
 
 FORMAT = 1
@@ -122,6 +123,7 @@ def issue(ledger: Ledger, content: dict[str, Any]) -> None:
     text = text_of(content).encode()
     path = ledger.folder / CERTIFICATES / f"{content['request']}.json"
     ledger.note(CERTIFIED, {"request": content["request"], "sha256": hashlib.sha256(text).hexdigest()})
+    RunFolder(ledger.folder).note_written(f"{CERTIFICATES}/{path.stem}{suffix}" for suffix in SUFFIXES[CERTIFICATES])
     write_bytes(path, text)
     with contextlib.suppress(UserError, OSError):  # unsigned without a usable key; 'fedloom key' reports why
         from fedloom.server.unlearning.signing import sign  # imported only here: slow

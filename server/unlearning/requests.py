@@ -22,6 +22,7 @@ from fedloom.server.run_folder.layout import (
     STATES,
     SUFFIXES,
     TABLE_FILES,
+    links_in,
     own_in,
 )
 
@@ -95,8 +96,8 @@ def refuse(ledger: Ledger, sites: Sequence[str]) -> None:
 
 
 def check_links(paths: Sequence[Path]) -> None:
-    """Raise UserError if one of the paths is a link: what it leads to may be anyone's, and is never deleted."""
-    if link := next((path for path in paths if path.is_symlink()), None):
+    """Raise UserError if one of the paths is or has a link: what it leads to may be anyone's, and is never deleted."""
+    if link := next((link for path in paths for link in links_in(path)), None):
         raise UserError(f"{link}: is a link, so what it leads to is not deleted; put the files themselves in its place, and "
                         "ask again")  # fmt: skip
 
@@ -122,4 +123,4 @@ def _of_sites(folder: Path, sites: Sequence[str]) -> list[Path]:
 def _of_all(folder: Path) -> list[Path]:
     """Return the paths of what was made from several sites."""
     paths = [folder / name for name in (STATES, BASELINES, STANDARDISATION, DATA, LOSSES, PLOTS, TABLE_FILES, REPORT)]
-    return [*paths, *(folder / RETRAINED).glob("*")]
+    return [*paths, *(path for path in (folder / RETRAINED).glob("*") if path.is_dir())]

@@ -18,7 +18,17 @@ from fedloom.conf import UserError, load
 from fedloom.conf.sites import BEST, PERSONAL, RESULT_NAMES
 from fedloom.server.ledger.database import acquire
 from fedloom.server.run_folder.folder import CONFIG, METRICS, SUMMARY, RunFolder, refuse_existing
-from fedloom.server.run_folder.layout import PLOTS, WRITTEN_NAMES, delete
+from fedloom.server.run_folder.layout import (
+    BASELINES,
+    PLOTS,
+    RETRAINED,
+    STATES,
+    WRITTEN_NAMES,
+    delete,
+    links_in,
+    own_in,
+    strange_in,
+)
 from tests.server.parts import files, folder, small
 
 
@@ -250,3 +260,41 @@ def test_without_notes_of_what_reports_wrote_the_endings_decide(tmp_path: Path, 
     (plots / "mine.png").touch()
     delete(made.path, PLOTS)
     assert {path.name for path in plots.iterdir()} == {"notes.txt", "mine.png"}
+
+
+def test_only_networks_that_the_run_wrote_are_deleted(tmp_path: Path):
+    made = opened(tmp_path)
+    states = made.path / STATES
+    made.note_networks(["aggregate", "site-0000"])
+    for name in ("aggregate", "site-0000", "mine"):
+        (states / f"{name}.safetensors").parent.mkdir(exist_ok=True)
+        (states / f"{name}.safetensors").touch()
+    (states / "deeper").mkdir()
+    assert f"{STATES}/mine.safetensors" not in made.results()
+    delete(made.path, STATES)
+    assert {path.name for path in states.iterdir()} == {"mine.safetensors", "deeper"}
+
+
+def test_in_a_run_of_an_earlier_version_the_endings_of_networks_decide_until_one_is_written(tmp_path: Path):
+    made = opened(tmp_path)
+    (made.path / WRITTEN_NAMES).write_text('["plots/accuracy.png"]')
+    states = made.path / STATES
+    states.mkdir()
+    (states / "earlier.safetensors").touch()
+    assert [path.name for path in own_in(made.path, STATES)] == ["earlier.safetensors"]
+    made.note_networks(["aggregate"])
+    (states / "mine.safetensors").touch()
+    assert [path.name for path in own_in(made.path, STATES)] == ["earlier.safetensors"]
+
+
+def test_links_to_other_runs_are_not_followed(tmp_path: Path):
+    other, made = opened(tmp_path / "other"), opened(tmp_path / "made")
+    before = files(other.path)
+    (made.path / BASELINES / "own").mkdir(parents=True)
+    for link in (f"{BASELINES}/linked", f"{BASELINES}/own/{STATES}", RETRAINED):
+        (made.path / link).symlink_to(other.path)
+    assert {str(link.relative_to(made.path)) for link in links_in(made.path / BASELINES)} == {
+        f"{BASELINES}/linked", f"{BASELINES}/own/{STATES}"}  # fmt: skip
+    assert not strange_in(made.path, {})
+    delete(made.path, BASELINES)
+    assert files(other.path) == before and (made.path / BASELINES / "linked").is_symlink()

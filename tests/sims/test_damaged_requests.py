@@ -147,3 +147,25 @@ def test_what_a_link_leads_to_is_not_deleted(fedloom: Command, run: Path, tmp_pa
     assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
     with Ledger.open(run, server=False) as ledger:
         assert ledger.request("r1").state == "verified"  # type: ignore[union-attr]
+
+
+def test_a_link_to_another_run_among_the_baselines_is_refused_and_not_followed(fedloom: Command, run: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    (run / "baselines").mkdir(exist_ok=True)
+    (run / "baselines" / "mine").symlink_to(other)
+    refused(fedloom("unlearn", run, ONE, "--request-id", "r1"), "baselines/mine: is a link", "put the files themselves")
+    (run / "baselines" / "mine").unlink()
+    assert events(other) == events(run) and (other / "states").is_dir()
+
+
+def test_files_of_the_user_outlive_a_request(fedloom: Command, run: Path):
+    mine = [run / name for name in ("states/mine.safetensors", "certificates/mine.json", "retrained/notes.txt", "notes.txt")]
+    for file in mine:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("precious")
+    assert fedloom("unlearn", run, ONE, "--request-id", "r1").code == 0
+    assert all(file.read_text() == "precious" for file in mine)
+    assert not (run / "states" / f"{ONE}.safetensors").exists()
+    said = fedloom("rm", run)
+    refused(said, "certificates/mine.json", "states/mine.safetensors", "retrained/notes.txt")
