@@ -30,7 +30,8 @@ def backup(path: Path, out: Path) -> int:
         raise UserError(f"{out}: exists already; name a new folder")
     if out.resolve().is_relative_to(path.resolve()):
         raise UserError(f"{out}: is inside the run, so forgetting a site would miss it; name a folder outside")
-    held, new = (place.with_name(f".{place.name}.backup-{uuid.uuid4().hex[:12]}") for place in (path.resolve(), out))
+    beside = path.resolve() if os.access(path.resolve().parent, os.W_OK) else out  # links need the run's own disk
+    held, new = (place.with_name(f".{place.name}.backup-{uuid.uuid4().hex[:12]}") for place in (beside, out))
     try:
         _hold(path, held)
         shutil.copytree(held, new, symlinks=True)
@@ -51,7 +52,7 @@ def backup(path: Path, out: Path) -> int:
 
 
 def _hold(path: Path, held: Path) -> None:
-    """Fill a folder next to the run with its files of one moment, so that a server cannot remove them."""
+    """Fill a new folder with the run's files of one moment, so that a server cannot remove them."""
     for _ in range(TRIES):
         before = _events(path)
         _link_all(path, held)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import multiprocessing
+import os
 import shutil
 import time
 from pathlib import Path
@@ -123,3 +124,28 @@ def test_what_cannot_be_copied_is_refused_in_one_line(fedloom: Command, run: Pat
     blob.write_bytes(b"damaged")
     refused(fedloom("backup", run, tmp_path / "new"), f"the copy has a fault (blobs/{blob.name}: is damaged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digits", "file", "there"]
+
+
+def test_a_run_in_a_folder_that_cannot_be_written_is_copied(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if os.geteuid() == 0:  # root may write anywhere but on a disk that is read-only
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run.resolve().parent)
+        monkeypatch.setattr(Path, "mkdir", refusing(Path.mkdir, run.resolve().parent))
+    out = tmp_path / "elsewhere" / "there" / "copy"
+    out.parent.mkdir(parents=True)
+    run.parent.chmod(0o500)
+    try:
+        backup(run, out)
+    finally:
+        run.parent.chmod(0o700)
+    assert problems(out) == [] and [path.name for path in out.parent.iterdir()] == ["copy"]
+
+
+def refusing(mkdir, place: Path):
+    """`mkdir`, but for folders directly in `place`."""
+
+    def other(path: Path, *args, **options) -> None:
+        if path.parent == place and path.name.startswith("."):
+            raise PermissionError(13, "Permission denied", str(path))
+        mkdir(path, *args, **options)
+
+    return other
