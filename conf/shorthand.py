@@ -1,6 +1,7 @@
 """Accept a name in place of a section with a name: `strategy: fedavg` means `strategy: {name: fedavg}`.
 
-Sections with a name are dataclasses with a field `name`, and fields marked as `named` (conf.typed.option).
+An option may imply the name: `partition: {column: ward}` means `partition: {name: column, column: ward}`. Sections with a
+name are dataclasses with a field `name`, and fields marked as `named` (conf.typed.option).
 """
 
 import copy
@@ -19,7 +20,14 @@ INTERPOLATED = "${"  # a value that is not known yet
 
 def expand_shorthand(schema: type, values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the values for a dataclass with each name in place of a section replaced by {name: ...}, at any depth."""
-    return {key: opened_at(schema, key, item) if isinstance(key, str) else item for key, item in values.items()}
+    implied = {} if "name" in values else _implied(schema, values)
+    return implied | {key: opened_at(schema, key, item) if isinstance(key, str) else item for key, item in values.items()}
+
+
+def _implied(schema: type, values: Mapping[Any, Any]) -> dict[Any, Any]:
+    names = [field.metadata["implies"] for key, field in fields_of(schema).items()
+             if values.get(key) and "implies" in field.metadata]  # fmt: skip
+    return {"name": names[0]} if names else {}
 
 
 def opened_at(schema: type, key: str, item: Any) -> Any:

@@ -28,7 +28,9 @@ class PartitionConfig:
     alpha: float = option(0.5, "dirichlet: concentration; a smaller value is more unequal", low=1e-3)
     classes_per_site: int = option(2, "classes: number of classes at each site", low=1)
     growth: float = option(1.0, "size: site k gets a share proportional to (k + 1) ** growth", low=0.0)
-    column: str = option("", "column: the table's column whose values divide the examples, one site for each value")
+    column: str = option(
+        "", "column: the table's column whose values divide the examples, one site for each value", implies="column"
+    )
     min_samples: int = option(10, "minimum of training examples per site", low=1)
     options: dict[str, Any] = option({}, "options of a partition from a package or module")
 

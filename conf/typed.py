@@ -33,6 +33,7 @@ def option(
     path: bool = False,
     listed: bool = True,
     takes: str = "",
+    implies: str = "",
 ) -> Any:
     """Declare a dataclass field with its default, meaning and range.
 
@@ -44,9 +45,10 @@ def option(
         path: The field is a path or a list of paths; `~` is the home folder of the user who reads it.
         listed: Errors and tables of options name the field.
         takes: Which values it takes, as words, if its type does not say so.
+        implies: The name of a section that sets this option and no name.
     """
     metadata = {"help": help, "low": low, "high": high, "choices": choices, "named": named, "path": path, "listed": listed}
-    metadata |= ({"entries": entries} if entries else {}) | ({"takes": takes} if takes else {})
+    metadata |= {key: item for key, item in (("entries", entries), ("takes", takes), ("implies", implies)) if item}
     if isinstance(default, list | dict) or callable(default):
         factory = default if callable(default) else lambda: type(default)(default)
         hashed = None if callable(default) else False  # lists and dictionaries have no hash

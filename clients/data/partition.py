@@ -165,7 +165,7 @@ def divide_by(
     column = column.astype(str) if column.dtype == object else column
     values = np.unique(column)
     if len(values) != parts:
-        raise UserError(f"partition.column: '{how.column}' has {len(values)} values, but the entry has {parts} sites; set "
+        raise UserError(f"partition.column: '{how.column}' has {len(values)} values, but the entry has count={parts}; set "
                         f"count={len(values)}")  # fmt: skip
     divided = tuple(np.flatnonzero(column[index] == value) for value in values)
     least = how.min_samples if fewest is None else fewest

@@ -268,11 +268,11 @@ def _parts(pool: _Pool) -> tuple[Selection, ...]:
             f"total={pool.total}, but there are {len(train)} training examples; set total to at most {len(train)}"
         )
     train = at_most(pool.place, train, pool.total, pool.seed)
-    if pool.parts == 1:
-        return (train,)
     if pool.partition.name == COLUMN:
         values = pool.place.column(train.part, pool.partition.column)
         return tuple(train.at(mine) for mine in divide_by(values, train.index, pool.parts, pool.partition))
+    if pool.parts == 1:
+        return (train,)
     positions: tuple[Positions, ...] = divide(
         strata(pool.place, train), pool.parts, pool.partition, pool.seed, pool.variant.name
     )

@@ -11,6 +11,7 @@ from fedloom.clients.data.domains import find
 from fedloom.clients.data.own import encoding_of, notes
 from fedloom.clients.data.tables import rows_of
 from fedloom.conf import UserError
+from fedloom.conf.loading import from_mapping
 from fedloom.server.evaluation.evaluator import site_rows
 from tests.clients.own_data import config
 
@@ -65,6 +66,19 @@ def test_sites_divide_a_table_by_a_column(tmp_path: Path):
     assert all(bool((test.y == number).all()) and len(test) for number, test in enumerate(tests))
     assert [data.value_of(settings, site) for site in settings.roster] == ["clinic=north", "clinic=south"]
     assert [row["part"] for row in site_rows(settings)] == ["clinic=north", "clinic=south"]
+
+
+@pytest.mark.parametrize("by_rule", [False, True])
+def test_a_partition_with_a_column_needs_no_name(tmp_path: Path, by_rule: bool):
+    entry = {"domain": written(tmp_path) + "?target=sick&without=clinic", "count": 2}
+    entry["partition"] = {"column": "clinic", "min_samples": 1}
+    settings = from_mapping({"sites": 2, "population": [entry]}) if by_rule else config(entry)
+    assert [data.value_of(settings, site) for site in settings.roster] == ["clinic=north", "clinic=south"]
+    entry["partition"] = {"name": "iid", "column": "clinic"}
+    with pytest.raises(UserError, match=r"got name=iid and column='clinic'\. Set both"):
+        data.site_sizes(config(entry))
+    with pytest.raises(UserError, match=r"'clinic' has 2 values, but the entry has count=1; set count=2"):
+        data.site_sizes(config({**entry, "count": 1, "partition": {"column": "clinic"}}))
 
 
 def test_missing_values_are_dropped_or_become_the_mean(tmp_path: Path):
