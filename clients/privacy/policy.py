@@ -26,7 +26,7 @@ from fedloom.conf.plugins import is_reference
 from fedloom.conf.registry import Registry
 from fedloom.conf.schema import Config
 from fedloom.conf.shorthand import expand_shorthand
-from fedloom.conf.sites import Site
+from fedloom.conf.sites import PartitionConfig, Site
 from fedloom.fusion.state import State
 
 NOTHING = "none"
@@ -209,7 +209,8 @@ class Policy:
         """
         if not self.domain:
             return site
-        spec = replace(site.spec, domain=self.domain, partition=replace(site.spec.partition, name="iid", options={}))
+        undivided = PartitionConfig(min_samples=site.spec.partition.min_samples)
+        spec = replace(site.spec, domain=self.domain, partition=undivided)
         if self.hides(config):  # with chosen classes, the number of images would reveal how many the site has
             spec = replace(spec, classes=[], samples=0, relabel=False)
         own = replace(site, spec=spec, part=0, parts=1)

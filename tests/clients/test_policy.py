@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from PIL import Image
 
 from fedloom.clients.app import app
-from fedloom.clients.data import label, num_classes, site_examples, task_of
+from fedloom.clients.data import label, num_classes, site_examples, site_size, task_of
 from fedloom.clients.data.forms import with_form
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives import resolve
@@ -119,6 +119,14 @@ def test_no_server_says_where_a_sites_data_are_or_has_them_downloaded():
     assert (here.data.root, here.data.download) == ("/the/sites", False)
     with pytest.raises(UserError, match=r"order\.site: is not the index of one of the configuration's 2 sites"):
         policy.apply(config, 2)
+
+
+@pytest.mark.parametrize("partition", ["{column: subject}", "{name: dirichlet, alpha: 0.3}", "{name: size, growth: 2}"])
+def test_a_sites_own_domain_is_not_divided_as_the_servers_is(partition: str):
+    domain = "python_help" if "subject" in partition else "digits"
+    config = load("digits", [f"sites=[{{domain: {domain}, count: 4, label: x, partition: {partition}}}]", "data.size=8"])
+    own = Policy(domain=domain).source(config, config.roster[1])
+    assert (own.parts, site_size(config, own)) == (1, sum(site_size(config, site) for site in config.roster))
 
 
 def test_a_sites_own_domain_is_read_in_place_of_the_servers_and_is_not_divided():
