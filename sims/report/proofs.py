@@ -38,7 +38,7 @@ chain.jsonl        The events of the run's ledger. The digest of each event cove
 SHA256SUMS         The sha256 of all files here.
 SHA256SUMS.sig     The operator's signature of SHA256SUMS, made with this proof.
 verify.html        A page that checks all this. Open it in a browser, and drop the zip on it. It needs no network.
-verify.py          The same checks: pip install cryptography, then python -I verify.py --key KEY
+verify.py          The same checks: pip install cryptography, then python -I verify.py --key KEY_OR_SHA256
 
 The operator publishes the key: `fedloom key --pem` prints it, `fedloom key --sha256` prints its sha256. Compare it with the
 one in this proof. verify.html and verify.py came with the proof. If you do not trust its sender, take both from the source

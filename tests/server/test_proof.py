@@ -19,6 +19,7 @@ from fedloom.clients.protocol.signatures import Identity
 from fedloom.conf import Config, UserError
 from fedloom.server.unlearning.goals import PARTS
 from fedloom.server.unlearning.signing import (
+    fingerprint,
     former_keys,
     is_whole,
     key_path,
@@ -66,6 +67,18 @@ def test_the_published_key_and_the_files_of_contributions_are_checked(forgotten:
     another.write_text(public_line(Ed25519PrivateKey.generate()))
     assert verified(proof, "--key", mine).returncode == 0
     assert failed(verified(proof, "--key", another).stdout) == ["the key in the proof is the operator's published key"]
+
+
+def test_the_published_key_may_be_its_sha256_and_an_unusable_key_is_named_with_its_option(proof: Path, tmp_path: Path):
+    digest = fingerprint(operator_key().public_key())
+    assert verified(proof, "--key", digest).returncode == verified(proof, "--key", digest.upper()).returncode == 0
+    other = verified(proof, "--key", digest[:-1] + ("0" if digest[-1] != "0" else "1"))
+    assert failed(other.stdout) == ["the key in the proof is the operator's published key"] and other.returncode == 1
+    (odd := tmp_path / "odd.pub").write_text("ssh-foo AAAA x")
+    for words in (["--key", tmp_path / "none.pub"], ["--key", odd], ["--site", "site-0000", "--site-key", odd]):
+        said = verified(proof, *words)
+        assert said.returncode == 2 and said.stderr.startswith(f"{words[-2]} {words[-1]}: takes a file with a public key")
+        assert said.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("words", [[], ["objective=fedavg", "strategy=fedavg"], ["objective=fedavg", "strategy={name: "

@@ -16,10 +16,11 @@ import argparse
 import hashlib
 import json
 import math
+import re
 import struct
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.hashes import SHA384
@@ -41,6 +42,7 @@ FILES = {
     "verify.py",
 }
 MODULUS = 1 << 64
+DIGEST = re.compile("[0-9a-fA-F]{64}")
 
 
 class Report:
@@ -81,6 +83,20 @@ def key_of(text):
     return load_pem_public_key(text) if text.lstrip().startswith(b"-----BEGIN") else load_ssh_public_key(text)
 
 
+def key_in(option, path):
+    """Return the public key in a file. Without one, end with a line that names the option."""
+    try:
+        return key_of(Path(path).read_bytes())
+    except (OSError, ValueError, UnsupportedAlgorithm) as error:
+        what = "takes a file with a public key (PEM, or an OpenSSH line)" + (", or its sha256" if option == "--key" else "")
+        sys.exit(refused(f"{option} {path}: {what} ({type(error).__name__}: {error})"))
+
+
+def refused(why):
+    print(plain(why), file=sys.stderr)
+    return 2
+
+
 def spki(key):
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
@@ -88,11 +104,13 @@ def spki(key):
 def signature(report, folder, published):
     """Check the operator's signature of the certificate."""
     key = key_of((folder / "operator.pem").read_bytes())
+    digest = hashlib.sha256(spki(key)).hexdigest()
     if published:
-        same = spki(key) == spki(key_of(Path(published).read_bytes()))
+        by_digest = DIGEST.fullmatch(published) and not Path(published).exists()
+        same = digest == published.lower() if by_digest else spki(key) == spki(key_in("--key", published))
         report.check("the key in the proof is the operator's published key", same)
     else:
-        report.note(f"key of the operator (compare with the published one): sha256 {hashlib.sha256(spki(key)).hexdigest()}")
+        report.note(f"key of the operator (compare with the published one): sha256 {digest}")
     report.check(
         "the operator signed the certificate (Ed25519)", is_signed(key, folder, "certificate.json", "certificate.sig")
     )
@@ -326,7 +344,7 @@ def _sent(public, run, site, number, word):
 
 def signed(report, run, site, events, key):
     """Check that the site signed what counts as sent by it: each time for a later round of its own."""
-    public, numbers, unsigned, wrong = key_of(Path(key).read_bytes()), {}, [], []
+    public, numbers, unsigned, wrong = key_in("--site-key", key), {}, [], []
     for event in events:
         body = value_of(event["body"])
         if event["kind"] == "rolled back":
@@ -432,7 +450,7 @@ def shown(report, content):
 def parsed():
     parser = argparse.ArgumentParser(description="Check a proof that a federation has forgotten a site.")
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent, help="the proof's files")
-    parser.add_argument("--key", help="the operator's published public key (PEM, or an OpenSSH line)")
+    parser.add_argument("--key", help="the operator's published public key: a file (PEM, or an OpenSSH line), or its sha256")
     parser.add_argument("--site", help="also check what this site sent")
     parser.add_argument("--site-key", help="the site's public key")
     parser.add_argument("--contributions", type=Path, help="a folder with the files of the remaining contributions")
@@ -458,8 +476,7 @@ def main():
         if asked.contributions:
             sums(report, content, events, asked.contributions)
     except Exception as error:  # a hostile proof may cause any
-        print(plain(f"the proof cannot be read: {type(error).__name__}: {error}"), file=sys.stderr)
-        sys.exit(2)
+        sys.exit(refused(f"the proof cannot be read: {type(error).__name__}: {error}"))
     print(f"All checks passed.{report.besides}" if report.good else "At least one check FAILED.")
     sys.exit(0 if report.good else 1)
 
