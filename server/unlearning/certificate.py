@@ -215,7 +215,7 @@ def read(path: Path) -> dict[str, Any]:
         _check_parts(content["exact"], _EXACT_PARTS)
         _check_inside(content)
     except FileNotFoundError:
-        raise UserError(f"{path}: this certificate does not exist; a run has them in {CERTIFICATES}") from None
+        raise UserError(f"{path}: this certificate does not exist; {_known_in(path.parent)}") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a folder; {_certificates_in(path)}") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -223,6 +223,16 @@ def read(path: Path) -> dict[str, Any]:
     if content["format"] != FORMAT:
         raise UserError(f"{path}: has format {content['format']}, not {FORMAT}; use the fedloom that wrote it")
     return content
+
+
+def _known_in(folder: Path) -> str:
+    """Return a text with the requests whose certificates are in a folder."""
+    if folder.name != CERTIFICATES or not folder.parent.is_dir():
+        return f"a run has them in {CERTIFICATES}"
+    if known := sorted(path.stem for path in folder.glob("*.json")):
+        shown = [plain(name) for name in known[:MOST_SHOWN]] + ["..."] * (len(known) > MOST_SHOWN)
+        return f"requests of this run that have one: {', '.join(shown)}"
+    return "no request of this run has one (`fedloom unlearn` makes a request, `fedloom requests` lists them)"
 
 
 def _certificates_in(folder: Path) -> str:

@@ -50,7 +50,7 @@ def test_a_site_is_forgotten_verified_and_readmitted(fedloom: Command, run: Path
     assert said.code == 0 and "r1.json: match" in said.out
     assert "| accuracy after on digits | match |" in said.out
     assert fedloom("verify", file).out == fedloom("verify", run, "r1").out == said.out
-    refused(fedloom("verify", run, "r9"), "r9.json: this certificate does not exist")
+    refused(fedloom("verify", run, "r9"), "r9.json: this certificate does not exist; requests of this run that have one: r1")
     refused(fedloom("verify", run, "../certificates/r1"), "'../certificates/r1' is not the id of a request")
     changed = json.loads(json.dumps(done))
     changed["evidence"]["after"]["accuracy"]["digits"] += 0.05
