@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -13,6 +13,7 @@ from fedloom.conf.errors import listed, plain
 MISSING = ("refuse", "drop", "mean")
 GAP = "missing"  # with missing=mean, the value of a category's gaps
 MOST_VALUES = 100  # of a column of text
+DATE = r"\d{4}-\d\d?-\d\d?|\d\d?[./]\d\d?[./]\d{2,4}"
 NUMBER = r"\s*[-+]?\d[\d.,]*\s*"  # also with commas
 _WHOLE = r"^(-?\d+)\.0+$|^(\d{4}-\d\d-\d\d) 00:00:00$"
 
@@ -82,15 +83,29 @@ def values_of(table: Any, features: list[str], categories: dict[str, list[str]])
     """Return the values of each categorical column. Raises ValueError for texts that nearly every row has for itself."""
     import pandas
 
-    found = {}
+    found, own = {}, {}
     for name in features:
         if name in categories or not pandas.api.types.is_numeric_dtype(table[name]):
             given = categories.get(name, [])
             values = found[name] = list(dict.fromkeys(given or sorted(_texts(table[name], given).unique())))
             if not given and len(values) > max(2, min(MOST_VALUES, len(table) // 2)):
-                raise ValueError(f"'{plain(name)}' has {len(values)} different texts in {len(table)} rows. Leave it out "
-                                 f"with ?without={quote(name)}, or hash it with ?categories={quote(name)}:#16.")  # fmt: skip
+                own[name] = values
+    if own:
+        raise ValueError(_too_many(own, len(table)))
     return found
+
+
+def _too_many(own: Mapping[str, list[str]], rows: int) -> str:
+    """Return what to do with columns of texts that nearly every row has for itself."""
+    (first, texts), *others = own.items()
+    more = "".join(f", '{plain(name)}' {len(each)}" for name, each in others)
+    names, it = [quote(name) for name in own], "them" if others else "it"
+    dates = [plain(name) for name, each in own.items() if all(re.match(DATE, text) for text in each if text != GAP)]
+    days = f" Instead of {' and '.join(dates)}, add a column of numbers, such as days." if dates else ""
+    return (
+        f"'{plain(first)}' has {len(texts)} different texts in {rows} rows{more}. Leave {it} out with "
+        f"?without={','.join(names)}, or hash {it} with ?categories={','.join(f'{name}:#16' for name in names)}.{days}"
+    )
 
 
 def parts_of(column: Any, values: Sequence[str] | None) -> list[np.ndarray]:

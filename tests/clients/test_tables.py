@@ -144,6 +144,9 @@ def test_listed_categories_have_a_column_where_no_row_has_the_value(tmp_path: Pa
     ({"age": [f"{k},5" for k in range(ROWS)]}, "target=sick", r"'age' has numbers with commas, such as 0,5; write"),
     ({"name": [f"p{k}" for k in range(ROWS)]}, "target=name", r"nearly one per example\. Write &task=class for classes, or"),
     ({"name": [f"p{k}" for k in range(ROWS)]}, "target=sick", r"'name' has 60 different texts in 60 rows\. Leave it out"),
+    ({"id": [f"p{k}" for k in range(ROWS)], "day": [f"2024-{k % 12 + 1:02}-{k // 12 + 1:02}" for k in range(ROWS)]},
+     "target=sick", r"'id' has 60 different texts in 60 rows, 'day' 60\. Leave them out with &without=id,day, or hash them "
+     r"with &categories=id:#16,day:#16\. Instead of day, add a column of numbers, such as days\.$"),
     ({"target": np.arange(ROWS) * 3}, "", r"different labels for 60 examples, nearly one per example"),
     ({"age": 1.0, "smoker": "no", "clinic": "a", "days": 2.0}, "target=sick", r"the same value in every row of all"),
     ({"age": [np.inf] + [1.0] * 59}, "target=sick&features=age", r"has infinite values in age; correct them"),
