@@ -79,6 +79,8 @@ def difference_table(differences: Sequence[Pair]) -> Table:
     note = (f"{unit} on {UNION}, over the seeds that both rows share. Interval: "
             f"{CONFIDENCE:.0%} confidence, Student's paired t-test (it assumes normally distributed differences), without a "
             "correction for several comparisons.")  # fmt: skip
+    if any(math.isnan(pair.difference.low) for pair in differences):
+        note += " Without an interval (-): there is one seed, or the difference is the same with every seed."
     return Table("Paired differences", ["", "seeds", "difference", "interval"], rows, note)
 
 

@@ -15,8 +15,9 @@ from scipy.stats import ttest_rel
 
 from fedloom import compare, sweep
 from fedloom.conf.errors import UserError
+from fedloom.conf.metrics import facts_of
 from fedloom.sims.comparison.statistics import paired
-from fedloom.sims.comparison.tables import amount
+from fedloom.sims.comparison.tables import Pair, amount, difference_table
 from fedloom.sims.report.spread import spread
 from tests.sims.commands import SMALL, Command, last_line, refused
 
@@ -73,6 +74,13 @@ def test_pairs_are_of_the_seeds_that_both_have(one: dict[int, float], other: dic
 def test_pairs_that_all_differ_alike_have_no_interval():
     found = paired({0: 0.5, 1: 0.6, 2: 0.9}, {0: 0.4, 1: 0.5, 2: 0.8})
     assert found is not None and found.mean == pytest.approx(0.1) and math.isnan(found.low) and math.isnan(found.high)
+    varied = paired({0: 0.1, 1: 0.3}, {0: 0.2, 1: 0.5})
+    assert varied is not None
+    equal, clear = (Pair("a", "b", each, facts_of("accuracy")) for each in (found, varied))
+    assert difference_table([equal, clear]).note.endswith(
+        "there is one seed, or the difference is the same with every seed."
+    )
+    assert "Without an interval" not in difference_table([clear]).note
 
 
 @pytest.fixture(scope="module")
