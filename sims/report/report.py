@@ -33,7 +33,7 @@ CAPTIONS = {
     "accuracy.png": "{metric} of the aggregated network on held-out validation examples, by round.",
     "sites.png": "Test {name} of each network on each domain. A site's own network should be good on that site's domain, "
     "the aggregated network on all domains.",
-    "per_site.png": "{metric} on each site's own test examples, sites sorted.",
+    "per_site.png": "{metric} on each site's own test examples; more than 12 sites are sorted.",
     "confusion.png": "Row: a true class. Column: the class that the network predicts. Darker: a larger share of the row.",
     "against.png": "Each dot is a group of test examples; a larger dot has more. Dots on the dashed line are right.",
     "classes.png": "Training examples of each class at each site. A larger dot means more examples.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedloom.conf.metrics import ACCURACY, Facts, facts_of
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MOST_NAMED = 12  # sites with their names in the picture of accuracy by site
 MOST_ROWS = 40  # sites in the picture of classes
 SITES_OWN, OWN = "the sites' own", PALETTE[6]  # their networks, in no colour of a domain
 MOST_CLASSES, MOST_NUMBERS = 50, 20  # named on an axis; numbered on a narrow one
@@ -98,8 +99,14 @@ def has_classes(summary: Mapping[str, Any]) -> bool:
     return any(result["classes"] for result in at_home(summary).values())
 
 
+def few_sites(networks: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of all measured sites if a picture has room for them, else an empty list."""
+    names = list(dict.fromkeys(site for result in networks for site in result["sites"]))
+    return names if len(names) <= MOST_NAMED else []
+
+
 def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
-    """Plot the sites' values in ascending order and the accuracy by class, for each network. None for one site."""
+    """Plot the value of each network at each site, and its accuracy by class. None for one site."""
     networks = {name: result for name, result in at_home(summary).items() if len(result["sites"]) > 1}
     if not networks:
         return None
@@ -107,19 +114,12 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
     by_class = has_classes(summary)
     figure, (panels,) = new_panels(9.5 if by_class else 5.2, 4.2, 1, 2 if by_class else 1, sharey=metric.share)
     left = panels[0]
+    _draw_sites(left, networks, metric)
     for index, (name, result) in enumerate(networks.items()):
-        colour = OWN if name == SITES_OWN else PALETTE[index % len(PALETTE)]
-        values = sorted(value for each in result["sites"].values() if (value := spot(each)) is not None)
-        left.plot([(number + 0.5) / len(values) for number in range(len(values))], values, color=colour, linewidth=2,
-                  marker="o" if len(values) <= MOST_ROWS else "", markersize=4, label=short(name, 40))  # fmt: skip
+        classes = sorted(result["classes"], key=int)
         for axes in panels[1:]:
-            classes = sorted(result["classes"], key=int)
-            axes.plot([int(name) for name in classes], [_share(result["classes"][name]) for name in classes], color=colour,
-                      linestyle="", marker="o", markersize=6, alpha=0.8)  # fmt: skip
-    _dress(left, metric)
-    left.set_title("sites, in ascending order", loc="left", fontsize=10, color=INK)
-    left.set_xlabel("share of sites")
-    percent_axis(left.xaxis)
+            axes.plot([int(number) for number in classes], [_share(result["classes"][number]) for number in classes],
+                      color=_colour(name, index), linestyle="", marker="o", markersize=6, alpha=0.8)  # fmt: skip
     for axes in panels[1:]:
         _dress(axes, facts_of(ACCURACY))
         axes.set_title("accuracy by class", loc="left", fontsize=10, color=INK)
@@ -131,6 +131,34 @@ def spread_figure(summary: Mapping[str, Any]) -> Figure | None:
     left.legend(frameon=False, fontsize=8.5, loc="lower right")
     figure.suptitle(f"{metric.caption} on the sites' own test examples", x=0.01, ha="left", fontsize=12, color=INK)
     return figure
+
+
+def _colour(name: str, index: int) -> str:
+    return OWN if name == SITES_OWN else PALETTE[index % len(PALETTE)]
+
+
+def _draw_sites(axes: Axes, networks: Mapping[str, Any], metric: Facts) -> None:
+    """Draw the value of each network at each site: few sites with their names, many in ascending order."""
+    few = few_sites(networks.values())
+    for index, (name, result) in enumerate(networks.items()):
+        colour, label = _colour(name, index), short(name, 40)
+        if few:
+            spots = [spot(result["sites"].get(site, {})) for site in few]
+            axes.plot(range(len(few)), [math.nan if value is None else value for value in spots], color=colour, linestyle="",
+                      marker="o", markersize=6, alpha=0.8, label=label)  # fmt: skip
+        else:
+            values = sorted(value for each in result["sites"].values() if (value := spot(each)) is not None)
+            axes.plot([(number + 0.5) / len(values) for number in range(len(values))], values, color=colour, linewidth=2,
+                      marker="o" if len(values) <= MOST_ROWS else "", markersize=4, label=label)  # fmt: skip
+    _dress(axes, metric)
+    title = f"{metric.title} by site" if few else "sites, in ascending order"
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    if few:
+        axes.set_xticks(range(len(few)), [short(site, 14) for site in few], rotation=30, ha="right")
+        axes.set_xlim(-0.5, len(few) - 0.5)
+    else:
+        axes.set_xlabel("share of sites")
+        percent_axis(axes.xaxis)
 
 
 def classes_figure(summary: Mapping[str, Any]) -> Figure | None:

@@ -312,6 +312,18 @@ def test_classes_have_their_names_in_tables_and_pictures_safely(name: str) -> No
         assert "a long" not in "".join(ticks(plain.axes[place].xaxis))
 
 
+@pytest.mark.parametrize("number, labels", [(12, "site-0011"), (13, "")])
+def test_a_picture_of_few_sites_names_each(number: int, labels: str) -> None:
+    sites = {f"site-{place:04d}": {"accuracy": place / number, "images": 6} for place in range(number)}
+    summary = {"aggregate": "sum", "sites": [{"name": name, "domain": "d"} for name in sites],
+               "accuracy": {"sum": {"d": 0.5}}, "per_site": {"aggregate": {"sites": sites, "classes": {}}}}  # fmt: skip
+    figure = spread_figure(summary)
+    assert figure is not None
+    left = figure.axes[0]
+    assert (labels in ticks(left.xaxis)) == bool(labels) and left.get_xlabel() == ("" if labels else "share of sites")
+    assert left.get_title(loc="left") == ("accuracy by site" if labels else "sites, in ascending order")
+
+
 def test_names_of_classes_that_look_like_formulas_are_drawn(tmp_path: Path) -> None:
     summary = {"sites": [1, 2], "classes": {"x": {"0": 3}, "y": {"1": 5}}, "class_names": {"0": HOSTILE, "1": "$x^$"}}
     figure = classes_figure(summary)
