@@ -14,7 +14,16 @@ from fedloom.clients.data.sources import Labels
 
 
 def of_arrays(parts: Mapping[str, Labelled], domain: str, left_out: tuple[str, ...] = ()) -> Contents:
-    """Check inputs and targets, and return them as contents. Raises UserError if they are of no kind that fits."""
+    """Check the arrays of a domain, and return them as its contents.
+
+    Args:
+        parts: Inputs and targets by part, such as train and test.
+        domain: The domain's name, for errors.
+        left_out: Descriptions of files and examples that are not read.
+
+    Raises:
+        UserError: The shapes or types of inputs or targets fit no known kind.
+    """
     with fitting(domain):
         read = {part: inputs.convert(named.inputs, len(named.targets), named.kind) for part, named in parts.items()}
         schema = _joined([schema for _, schema in read.values()])

@@ -76,9 +76,12 @@ def of_run() -> Iterator[None]:
 
 @contextmanager
 def at_round(run: str, number: int, afresh: bool = False) -> Iterator[None]:
-    """Enter the context of a message of round `number`, in which `state` examines each path once per round.
+    """Enter a context in which `state` looks at each file or folder once per round, and then answers from memory.
 
-    `afresh`: forget what is cached for the round.
+    Args:
+        run: The run whose message a site answers.
+        number: The round of the message.
+        afresh: First forget what earlier messages of this round have seen.
     """
     if afresh:
         _MOMENTS.pop((run, number), None)

@@ -43,7 +43,11 @@ class HeteroFL(Heterogeneous):
 
 
 def check_labels(state: State) -> None:
-    """Raise ReplyError unless each entry of a site's labels (HELD) is 1 or 0, and at least one is 1."""
+    """Check a site's answer about its labels: 1 for each label that it has, 0 for others.
+
+    Raises:
+        ReplyError: A value is neither 0 nor 1, or all are 0.
+    """
     held = state[HELD]
     if not bool(((held == 0) | (held == 1)).all() and held.any()):
         raise ReplyError(

@@ -23,7 +23,7 @@ class Protection:
     """Protects the contribution of one job by noise, masks or both. Call `begin` before training, and `protect` after it.
 
     Attributes:
-        job: The site's order and stores.
+        job: The message that the site answers, with its policy and its stores.
     """
 
     job: Job

@@ -59,7 +59,7 @@ def _directions(sketches: Mapping[str, Sketch]) -> NDArray[np.float64]:
 
 
 def packed(sketches: Mapping[str, Sketch]) -> dict[str, str]:
-    """Return the sketches as hexadecimal texts, for JSON."""
+    """Return each tensor's sketch as a hexadecimal text, for JSON. `unpacked` reverses it."""
     return {name: vector.tobytes().hex() for name, vector in sketches.items()}
 
 

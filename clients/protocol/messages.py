@@ -234,7 +234,7 @@ def to_arrays(state: Mapping[str, Tensor], packing: str = NONE) -> ArrayRecord:
 
 
 def to_states(content: RecordDict) -> dict[str, State]:
-    """Return all array records of a message as states, by name, except the texts."""
+    """Return the states in a message by record name. Records that hold texts, such as the configuration, are left out."""
     records = ((name, record) for name, record in content.array_records.items() if name not in TEXTS)
     return {name: unpacked(record) for name, record in records}
 

@@ -16,11 +16,17 @@ MOST_PAIRS = 4000  # rows of a site's predicted against true numbers
 def spread_of_metrics(
     scores: Mapping[str, Score], metrics: Metrics, blocks: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
-    """Return scores at sites: the first metric's spread over sites, and for each site and all sites together every metric,
-    its values by class, and the sums that reports draw.
+    """Summarise what was measured at sites, for `per_site` in summary.json.
 
-    `blocks`: by site, the place of its classes, if heads differ. `score` is the first metric. A site whose images do not
-    define it does not count in the spread.
+    Args:
+        scores: Each site's sums, from which its metrics follow.
+        metrics: The configured metrics. The spread over sites is that of the first one.
+        blocks: By site, its first class and the number of all classes, if sites have heads of different classes.
+
+    Returns:
+        The mean, deviation and deciles of the first metric; `classes`: right and all images of each class; `union`: every
+        metric for all sites together; `sites`: every metric for each site. A site whose images do not define the first
+        metric does not count in the spread.
     """
     values = {name: metrics.values(score.sums) for name, score in scores.items()}
     first = {name: each[metrics.first.name] for name, each in values.items() if metrics.first.name in each}

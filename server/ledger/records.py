@@ -25,7 +25,13 @@ _TRIES = 5  # to read several rows of one state while a server writes
 
 
 class Records:
-    """Reads a ledger's rows, events and blobs."""
+    """Read a ledger: its contributions, events and blobs.
+
+    Args:
+        folder: The folder of the run.
+        server: Open the ledger for writing, as the run's one server does.
+        lock: The descriptor of the ledger's lock, if the server already holds it.
+    """
 
     def __init__(self, folder: Path, server: bool, lock: int | None = None) -> None:
         self.folder = Path(folder)

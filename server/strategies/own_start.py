@@ -87,11 +87,19 @@ def part_of(
     probe: Tensor | None,
     task: str,
 ) -> State:
-    """Return a network of the group's architecture whose channels correspond to the reference `whole`.
+    """Return the group's network, as a state whose channels are in the order of the reference's.
 
-    With the same widths, `whole` is fused with the networks `apart` of this architecture, and the result's channels are
-    aligned to the reference. With smaller widths, the part of the reference is fitted to compute the reference's function.
-    Without a probe, it is the plain part.
+    If the group has the reference's widths, fuse the reference with the sites' networks of this architecture, then put the
+    channels in the reference's order. If its widths are smaller, cut the part out of the reference, and fit it to give the
+    reference's outputs.
+
+    Args:
+        group: The sites of one architecture.
+        part: Where the group's network lies in the reference.
+        whole: The reference: the network that contains all others.
+        apart: The sites' networks, each trained from its own start.
+        probe: Images on which networks are compared. None: return the part of the reference unchanged.
+        task: The task of the targets, such as class or regression.
     """
     state, own = part.taken(whole.state), group.architecture
     if probe is None or own == whole.architecture:

@@ -31,7 +31,10 @@ MOST_TOGETHER = 2560  # MiB
 
 
 def bench(counts: tuple[int, ...] = (10, 200)) -> tuple[list[Table], list[dict[str, Any]]]:
-    """Measure each case in a fresh process, with real rounds and files."""
+    """Measure peak memory: of a server with each number of sites in `counts`, and of whole training runs.
+
+    Each case runs in a fresh process, with real rounds and files. Returns the tables and their rows.
+    """
     rows = [fresh("memory:measure", sites) for sites in counts]
     served = table("Server memory", COLUMNS, rows, "sum aggregation, inline engine, window 8, no training")
     trained = [fresh("memory:together", *case) for case in TRAINED]

@@ -23,7 +23,14 @@ Grid = list[list[float]]  # accuracy by alpha (row) and beta
 
 @dataclass(frozen=True)
 class Networks:
-    """The start network theta_0, the two sites' networks trained from it (`ends`), their domains, and an evaluator."""
+    """The networks of a finished run of weight arithmetic.
+
+    Attributes:
+        evaluator: Measures networks on the run's domains.
+        start: The weights from which all sites trained (theta_0 in the paper).
+        ends: Each site's weights after training, in the order of the sites.
+        domains: Each site's domain, in the same order.
+    """
 
     evaluator: Evaluator
     start: State

@@ -77,7 +77,7 @@ NOTE = (
 
 
 def parts(study: Study) -> list[Part]:
-    """Return Table 13 and its curves."""
+    """Return the parts of the report: Table 13 of the CLA+OT paper, and a picture of its curves. Measure what is missing."""
     size = SIZES[study.preset]
     key = [size, NETWORKS, list(WAYS), WEIGHTS]
     results = study.saved_each(f"skill-{study.preset}", key, lambda seed: measured(size, seed, study.folder / "networks"))
@@ -105,7 +105,14 @@ def measured(size: Size, seed: int, folder: Path) -> dict[str, dict[str, list[fl
 
 
 def fused(networks: Sequence[nn.Module], weight: float, settings: FusionSettings, depth: int, probe: Tensor) -> nn.Module:
-    """Return A and B fused in A's channels, with the layers of A (`depth` 0) or B (1). `weight` is B's share."""
+    """Fuse the networks A and B into one with A's widths.
+
+    Args:
+        networks: A and B.
+        weight: The share of B, from 0 to 1.
+        depth: Whose layers the result has: 0 for A's, 1 for B's.
+        probe: Images on which the networks are compared.
+    """
     return fuse(networks, into=0, depth=depth, probe=probe, weights=[1.0 - weight, weight], settings=settings).network
 
 

@@ -96,7 +96,10 @@ def _call(wakes: Iterable[Wake]) -> None:
 
 
 class Incoming:
-    """Messages whose parts are on their way, in sessions. When a message is complete, its key is notified."""
+    """Track messages whose parts arrive one by one, and call `notify` with a message's key when it has all its parts.
+
+    A message belongs to a session, which `forget` drops.
+    """
 
     def __init__(self, notify: Callable[[Hashable], None]) -> None:
         self._notify, self._lock, self._missing = notify, threading.Lock(), 0

@@ -164,7 +164,7 @@ def name_curve(name: str, *parts: Artist) -> None:
 
 
 def score_of(scores: Mapping[str, float], name: str) -> float:
-    """Return the value on the domain `name`, or NaN."""
+    """Return the score on the domain `name`; NaN if it was not measured there."""
     return scores.get(name, math.nan)
 
 

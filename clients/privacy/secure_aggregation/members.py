@@ -17,7 +17,10 @@ ALWAYS, USUALLY = 2, 3  # fewest members of a sum: always, and by default for a 
 
 
 def fewest(policy: Policy) -> int:
-    """Return the fewest sites of a sum that the policy allows: `min_members`, or over half of the sites with known keys."""
+    """Return how many sites a sum must have before this site joins it.
+
+    That is the policy's `min_members`; without it, over half of the sites whose keys it knows, or 3 if it knows none.
+    """
     if policy.min_members is not None:
         return max(ALWAYS, policy.min_members)
     known = len(policy.identity.known())

@@ -21,9 +21,15 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Row:
-    """A start of fine-tuning: its method, its number of parents, and the paper's columns before and after it.
+    """A row of a fine-tuning table: one way to make the network from which fine-tuning starts.
 
-    With `draws`, it is the mean of several methods "NAME k".
+    Attributes:
+        method: The name of the way, such as fuse.
+        before: The paper's column with the accuracy before fine-tuning; empty: none.
+        after: The paper's column with the accuracy after fine-tuning; empty: none.
+        count: The number of trained networks (parents) that the method receives.
+        tune: Whether the network is fine-tuned.
+        draws: Whether the row is the mean of several random draws, the methods "NAME 0", "NAME 1", ...
     """
 
     method: str
