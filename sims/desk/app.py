@@ -103,7 +103,17 @@ def _failed(request: Request, error: Exception) -> Response:
     return rendering.page(request, "error.html", status, code=status, text=text, title=HTTPStatus(status).phrase, hint=hint)
 
 
+def _gone(request: Request) -> bool:
+    """Return whether the run that a request names does not exist, such as one that was removed while it was read."""
+    try:
+        return "run" in request.path_params and not api.desk_of(request).runs.path(request.path_params["run"])
+    except MissingError:
+        return True
+
+
 def _described(request: Request, error: Exception) -> tuple[int, str]:
+    if isinstance(error, LedgerError | OSError) and _gone(request):
+        error = MissingError("This run does not exist.")
     if isinstance(error, DeniedError):
         return error.status, str(error)
     if isinstance(error, RequestValidationError):

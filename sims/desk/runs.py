@@ -147,7 +147,11 @@ class Runs:
         now = stamp(path)
         if (known := self._cache.get(key)) and known[0] == now:
             return known[1]
-        result = read(path, *words)
+        try:
+            result = read(path, *words)
+        except (UserError, OSError):
+            self.path(id)  # it may have been removed meanwhile
+            raise
         if len(self._cache) > MOST_CACHED:
             self._cache.clear()
         self._cache[key] = now, result

@@ -45,6 +45,28 @@ def client(folder: Folder) -> Iterator[TestClient]:
         yield client
 
 
+def test_a_run_that_is_removed_while_it_is_read_does_not_exist(
+    client: TestClient, folder: Folder, monkeypatch: pytest.MonkeyPatch
+):
+    """Its folder goes between the look for the run and the read of its ledger."""
+    opened = Ledger.open
+
+    def late(path: Path, **more: bool) -> Ledger:
+        shutil.rmtree(folder.run, ignore_errors=True)
+        return opened(path, **more)
+
+    spare = folder.root.parent / "spare"
+    shutil.copytree(folder.run, spare)
+    monkeypatch.setattr(Ledger, "open", late)
+    for path in ("/sites", f"/sites/{ONE}", "/events", "/requests"):
+        shutil.copytree(spare, folder.run, dirs_exist_ok=True)
+        said = client.get(f"{RUN}{path}", headers=folder.bearer("viewer"))
+        assert (said.status_code, said.json()) == (404, {"error": "This run does not exist."}), path
+    shutil.copytree(spare, folder.run, dirs_exist_ok=True)
+    assert ask(client, folder, "operator").status_code == 404
+    assert client.get(f"{API}/runs", headers=folder.bearer("viewer")).json() == []
+
+
 def ask(client: TestClient, folder: Folder, role: str, key: str = "", site: str = ONE, **more: object) -> httpx.Response:
     headers = folder.bearer(role) | ({"Idempotency-Key": key} if key else {})
     return client.post(f"{RUN}/requests", headers=headers, json={"sites": [site], **more})
