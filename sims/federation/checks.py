@@ -65,7 +65,11 @@ def _server(home: Path) -> Iterator[tuple[str, str]]:
 
 
 def _site(home: Path) -> Iterator[tuple[str, str]]:
-    sheet = sheets.read(SiteSheet, home / sheets.SITE)
+    try:
+        sheet = sheets.read(SiteSheet, home / sheets.SITE)
+    except UserError as error:
+        yield sheets.SITE, str(error)
+        return
     yield "program", GOOD if running(home) else f"is not running; run 'fedloom federation node {sheets.SITE}'"
     if sheet.certificate:
         yield "certificate", _check_dates(home / sheet.certificate)

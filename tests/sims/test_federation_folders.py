@@ -229,6 +229,14 @@ def test_a_machine_that_is_down_is_reported_by_the_exit_code(fedloom: Command, t
     refused(fedloom("federation", "logs", tmp_path / "m"), "has no log of any machine")
 
 
+def test_a_site_with_invalid_settings_does_not_end_the_checks_of_the_others(fedloom: Command, tmp_path: Path):
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}, {"name": "b"}]), tmp_path / "m")
+    (tmp_path / "m" / "a" / SITE).write_text("max_memory: [broken\n")
+    found = json.loads(fedloom("doctor", "--federation", tmp_path / "m", "--json").out)
+    rows = {(row["machine"], row["check"]): row["result"] for row in found["checks"]}
+    assert "cannot be read" in rows["a", SITE] and "is not running" in rows["b", "program"], rows
+
+
 def test_what_a_program_says_in_the_foreground_is_in_its_log_too(tmp_path: Path):
     """As of `fedloom federation node` in a terminal."""
     code = "from fedloom.sims.federation.programs import *; keep_running(Path('.'), lambda: ['echo', 'hello'])"
