@@ -25,6 +25,7 @@ SOON = datetime.timedelta(days=30)
 APART_SECONDS = 60.0  # of two clocks
 WAIT_SECONDS = 10.0
 GOOD = "good"
+OUTDATED = "has changed since the node started, which still follows the old settings; restart the node"
 VERSIONS, PROXY = "versions", "proxy"  # rows for information only
 NOT_FOR_NODES = ("/v1/control/list-runs", "/v1/runtime/acquire-task", "/v1/fleet/register-node")
 
@@ -70,7 +71,9 @@ def _site(home: Path) -> Iterator[tuple[str, str]]:
     except UserError as error:
         yield sheets.SITE, str(error)
         return
-    yield "program", GOOD if running(home) else f"is not running; run 'fedloom federation node {sheets.SITE}'"
+    now = running(home)
+    yield "program", GOOD if now else f"is not running; run 'fedloom federation node {sheets.SITE}'"
+    yield sheets.SITE, OUTDATED if now and sheets.is_outdated(home) else GOOD
     if sheet.certificate:
         yield "certificate", _check_dates(home / sheet.certificate)
     if sheet.key:

@@ -14,6 +14,7 @@ from fedloom.sims.federation.programs import LOG, Running, free_port, launch, ru
 JOIN_SECONDS = 90.0
 LOOK_SECONDS = 0.2  # between two checks whether machines have started
 MOST_REASON = 300  # characters
+OUTDATED = f"with settings from before {sheets.SITE} was changed; restart it"
 DOWN, UNWATCHED = "down", "which nothing restarts if it ends"
 
 
@@ -61,7 +62,9 @@ def status(folder: Path) -> list[list[str]]:
         seen = summary
         if home != server:
             seen = _seen(server, home.name, online) if server.is_dir() else "see the server's machine"
-        rows.append([_name(home), _processes(running(home)), seen])
+        now = running(home)
+        changed = f", {OUTDATED}" if now and home != server and sheets.is_outdated(home) else ""
+        rows.append([_name(home), f"{_processes(now)}{changed}", seen])
     return rows
 
 

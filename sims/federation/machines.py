@@ -21,7 +21,6 @@ from fedloom.sims.federation.programs import HOME, free_port, keep_running, list
 from fedloom.sims.federation.sheets import ServerSheet, SiteSheet
 
 SERVER_PACE = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5"}  # seconds; it starts one program in a run
-NODE_CONFIG = "node.toml"
 START_SECONDS = 60.0
 LOOPBACK = "127.0.0.1"
 TAKES = {"data": "a folder", "images": "a folder", "dataset": "a folder", "table": "a file", "npz": "an npz file"}
@@ -78,8 +77,8 @@ def run_node(path: Path) -> None:
         raise UserError(str(error) if names_file else f"{path}: {error}") from None
     with written(folder):
         lock_away(folder)
-        write_private(folder / NODE_CONFIG, sheets.node_config(sheet, folder).encode())
-    words = ["--superlink", sheet.superlink, "--node-config", NODE_CONFIG, "--root-certificates", sheet.certificate]
+        write_private(folder / sheets.NODE_CONFIG, sheets.node_config(sheet, folder).encode())
+    words = ["--superlink", sheet.superlink, "--node-config", sheets.NODE_CONFIG, "--root-certificates", sheet.certificate]
     words += ["--auth-supernode-private-key", sheet.key]
     program = [sys.executable, "-m", "fedloom.sims.federation.supernode"]
     warm = "warm" if sheet.warm else "cold"

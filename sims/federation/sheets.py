@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import ipaddress
 import re
 import tomllib
@@ -22,6 +23,7 @@ from fedloom.sims.federation.files import write_private
 from fedloom.sims.federation.keys import check_pair
 
 SITE, SERVER = "site.yaml", "server.yaml"
+NODE_CONFIG = "node.toml"  # written when a node starts
 POLICY = (
     "data",
     "domain",
@@ -226,6 +228,24 @@ def node_config(sheet: SiteSheet, folder: Path) -> str:
     settings |= {key: getattr(sheet, key) for key in LIMITS if getattr(sheet, key) >= 0}
     settings |= {name: str((folder / file).resolve()) for name, file in
               {"identity": sheet.key, "peers": sheet.peers}.items() if file}  # fmt: skip
-    text = tomli_w.dumps(settings)
-    assert tomllib.loads(text) == settings
-    return text
+    config = f"{_mark(sheet)}\n{tomli_w.dumps(settings)}"
+    assert tomllib.loads(config) == settings
+    return config
+
+
+def _mark(sheet: SiteSheet) -> str:
+    """Return a comment that identifies all settings of a site, also those that are not in its node-config."""
+    return f"# {SITE}: {hashlib.sha256(text(sheet)).hexdigest()}"
+
+
+def is_outdated(folder: Path) -> bool:
+    """Return whether a node that runs in the folder uses other settings than the site's file has now."""
+    try:
+        began = (folder / NODE_CONFIG).read_text(encoding="utf-8").splitlines()[:1]
+        if not began or not began[0].startswith("#"):  # an earlier version started it
+            return False
+        return began[0] != _mark(read(SiteSheet, folder / SITE))
+    except OSError:
+        return False
+    except UserError:
+        return True

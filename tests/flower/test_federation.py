@@ -155,7 +155,7 @@ def test_sums_under_masks_have_the_same_bits_and_forget_a_site_that_is_gone(fede
 def test_the_doctor_finds_what_is_wrong(federation: Path, tmp_path: Path):
     found = {(machine, what): line for machine, what, line in check(federation)}
     assert set(found.values()) - {found["here", "versions"]} == {GOOD}
-    assert len(found) == 1 + 5 + 3 * 5
+    assert len(found) == 1 + 5 + 3 * 6
     home = tmp_path / "site"
     shutil.copytree(federation / "site-0000", home, ignore=shutil.ignore_patterns("running.*", "*.socket"))
     (home / "key").chmod(0o644)

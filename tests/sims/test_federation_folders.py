@@ -16,7 +16,7 @@ from fedloom.sims.engines.flower import _server
 from fedloom.sims.federation.machines import refuse_port
 from fedloom.sims.federation.plan import Plan, write_plan
 from fedloom.sims.federation.programs import LOCK, PID, free_port, running
-from fedloom.sims.federation.sheets import SERVER, SITE, ServerSheet, SiteSheet, read, write
+from fedloom.sims.federation.sheets import NODE_CONFIG, SERVER, SITE, ServerSheet, SiteSheet, node_config, read, write
 from fedloom.sims.operations.ledger import events_table
 from tests.sims.commands import Command, refused
 
@@ -235,6 +235,25 @@ def test_a_site_with_invalid_settings_does_not_end_the_checks_of_the_others(fedl
     found = json.loads(fedloom("doctor", "--federation", tmp_path / "m", "--json").out)
     rows = {(row["machine"], row["check"]): row["result"] for row in found["checks"]}
     assert "cannot be read" in rows["a", SITE] and "is not running" in rows["b", "program"], rows
+
+
+def test_a_node_that_runs_with_earlier_settings_is_reported(fedloom: Command, tmp_path: Path):
+    """Also where the settings are not in the node's configuration, and where the new ones are invalid."""
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "m")
+    home = tmp_path / "m" / "a"
+    sheet = read(SiteSheet, home / SITE)
+    (home / NODE_CONFIG).write_text(node_config(sheet, home))
+    as_planned = (home / SITE).read_text()
+    for text, outdated in {as_planned: False, f"{as_planned}# a comment\n": False, f"{as_planned}max_memory: 2\n": True,
+                           f"{as_planned}masks: required\n": True, "max_memory: [broken": True}.items():  # fmt: skip
+        (home / SITE).write_text(text)
+        with left(home) as program:
+            status = " ".join(fedloom("federation", "status", tmp_path / "m", "--json").out.split())
+            rows = {row["check"]: row for row in json.loads(fedloom("doctor", "--federation", home, "--json").out)["checks"]}
+            program.kill()
+        assert (f"before {SITE} was changed" in status) == outdated, (text, status)
+        assert rows[SITE]["ok"] != outdated, (text, rows)
+    assert f"before {SITE} was changed" not in fedloom("federation", "status", tmp_path / "m", "--json").out
 
 
 def test_what_a_program_says_in_the_foreground_is_in_its_log_too(tmp_path: Path):
