@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from cryptography import x509
-
 from fedloom.conf.errors import UserError, plain
 from fedloom.sims.federation import sheets
+from fedloom.sims.federation.keys import check_validity
 from fedloom.sims.federation.plan import machines_of
 from fedloom.sims.federation.programs import running
 from fedloom.sims.federation.proxies import named, usable
@@ -107,14 +106,10 @@ def _proxies() -> Iterator[Row]:
 def _check_dates(path: Path) -> str:
     """Check whether a certificate is valid now and for some time."""
     try:
-        certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as error:
-        return f"{path.name} cannot be read ({error}); restore it from the plan"
-    now = datetime.datetime.now(datetime.UTC)
-    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if not begins <= now <= ends:
-        return f"{path.name} is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}; make a new plan, or set the clock"
-    if now > ends - SOON:
+        ends = check_validity(path)
+    except UserError as error:
+        return str(error)
+    if datetime.datetime.now(datetime.UTC) > ends - SOON:
         return f"{path.name} ends on {ends:%Y-%m-%d}; make a new plan before that"
     return GOOD
 

@@ -89,6 +89,18 @@ def check_certificate(path: Path) -> list[x509.Certificate]:
         raise UserError(f"{path}: is not a certificate (PEM); name the right file, or restore it") from None
 
 
+def check_validity(path: Path) -> datetime.datetime:
+    """Return when a certificate ends. Raises UserError if it cannot be read, or is not valid at this moment."""
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path.name} cannot be read ({error}); restore it from the plan") from None
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not begins <= datetime.datetime.now(datetime.UTC) <= ends:
+        raise UserError(f"{path.name} is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}; make a new plan, or set the clock")
+    return ends
+
+
 def check_pair(certificate: Path, key: Path, authority: Path) -> None:
     """Raise UserError unless a server's certificate belongs to its key, and the authority signed it."""
     chain, issuers = check_certificate(certificate), check_certificate(authority)

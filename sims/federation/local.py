@@ -7,6 +7,7 @@ from pathlib import Path
 from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.formatting import count
 from fedloom.sims.federation import sheets
+from fedloom.sims.federation.keys import check_validity
 from fedloom.sims.federation.machines import START_SECONDS, refuse_port, registered
 from fedloom.sims.federation.plan import KEYS, SERVER, Plan, machines_of, server_of, sites_of, write_plan
 from fedloom.sims.federation.programs import LOG, Running, free_port, launch, running, stop
@@ -35,9 +36,19 @@ def up(folder: Path, number: int, tls: bool = True) -> list[str]:
 
 
 def start_server(folder: Path) -> None:
-    """Start the SuperLink if it is not running, and wait until it knows all keys."""
+    """Start the SuperLink if it is not running, and wait until it knows all keys.
+
+    Raises:
+        UserError: A file is missing, a certificate is not valid at this moment, or the SuperLink does not start.
+    """
     if not running(folder / SERVER):
-        refuse_port(folder / SERVER, sheets.read_server(folder / SERVER))
+        sheet = sheets.read_server(folder / SERVER)
+        refuse_port(folder / SERVER, sheet)
+        for file in filter(None, (sheet.certificate, sheet.authority)):
+            try:
+                check_validity(folder / SERVER / file)
+            except UserError as error:
+                raise UserError(f"{folder / SERVER}: {error}") from None
         launch(folder / SERVER, "federation", "server", ".")
     _await(folder, lambda: _answers(folder), "the SuperLink", START_SECONDS, SERVER)
 

@@ -1,6 +1,7 @@
 """`fedloom federation` without a machine at work: what is wrong in plans, sheets and folders, each reported in one line."""
 
 import contextlib
+import datetime
 import json
 import shutil
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from fedloom.conf.errors import UserError
 from fedloom.sims.engines.flower import _server
+from fedloom.sims.federation import keys
 from fedloom.sims.federation.machines import refuse_port
 from fedloom.sims.federation.plan import Plan, write_plan
 from fedloom.sims.federation.programs import LOCK, PID, free_port, running
@@ -151,6 +153,17 @@ def test_a_port_in_use_is_reported_with_the_key_to_change(fedloom: Command, tmp_
         refused(fedloom("federation", "server", tmp_path / "m" / "server"), message)
         refused(fedloom("federation", "up", tmp_path / "m"), message)
     refuse_port(tmp_path / "m" / "server", ServerSheet(port=port))
+
+
+def test_a_certificate_that_has_expired_is_named_before_the_server_starts(
+    fedloom: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Once the server was awaited for a minute, and the message did not name the certificate."""
+    monkeypatch.setattr(keys, "LASTS", datetime.timedelta(minutes=-5))
+    write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "m")
+    server, message = tmp_path / "m" / "server", "server.crt is valid from"
+    refused(fedloom("federation", "up", tmp_path / "m"), f"{server}: {message}", "make a new plan, or set the clock")
+    assert not running(server)
 
 
 def test_a_plan_with_further_sites_adds_them_alone(fedloom: Command, tmp_path: Path):
