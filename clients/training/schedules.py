@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedloom.conf.formatting import count
 from fedloom.conf.registry import Registry, section_of
 from fedloom.conf.schema import TrainingConfig
 from fedloom.conf.typed import option
@@ -75,7 +76,7 @@ class Steps(Schedule):
 
     def advice(self, rounds: int) -> list[str]:
         warnings = super().advice(rounds)
-        never = f"{WHERE}.every: {self.every}, but the run has {rounds} rounds; the rate never falls"
+        never = f"{WHERE}.every: {self.every}, but the run has {count(rounds, 'round')}; the rate never falls"
         return warnings or ([never] if self.warm_up + self.every >= rounds else [])
 
     def after(self, rate: float, progress: float, rounds: float) -> float:

@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 
 from fedloom.clients.protocol.messages import PROTOCOL, QUERY, WHO
 from fedloom.conf.errors import UserError, plain
+from fedloom.conf.formatting import count
 from fedloom.conf.sites import Site
 from fedloom.server.ledger.ledger import Ledger
 from fedloom.server.rounds.nodes import NONCE, InMemoryBindings, Node, nodes_of, nonce
@@ -98,7 +99,7 @@ class Enrolment:
             waited = time.monotonic() - begin
             if waited > timeout and (not self._waiting() or waited > PATIENCE_SECONDS):
                 if fewest and len(self.nodes) >= fewest:
-                    self.warnings.append(f"{len(missing)} sites, such as {missing[0]}, may connect later")
+                    self.warnings.append(f"{count(len(missing), 'site')} may connect later: {_row(missing)}")
                     return self._tell_others()
                 named, failure = _row(missing), f"; last failure: {self._failure}" if self._failure else ""
                 others = _row(sorted(self._others.values()))

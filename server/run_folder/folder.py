@@ -1,6 +1,7 @@
 """The folder of a run: write its files, in a form that other programs can read."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import shutil
@@ -117,7 +118,8 @@ class RunFolder:
         if self.path.exists():  # another process has just created it
             refuse_existing(config, self.path)
             raise UserError(f"{self.path}: another process has just created this run; set another run.name=") from None
-        raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); set another run.root") from None
+        space = "free space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise UserError(f"{self.path}: cannot be written ({error.strerror or error}); {space}set another run.root") from None
 
     def check(self, config: str) -> None:
         """Raise UserError unless config.yaml is still `config`, the text at the run's start."""

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request
 
 from fedloom.conf.errors import UserError
+from fedloom.conf.formatting import count
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger import Request as Waiting
 from fedloom.server.run_folder.layout import RETRAINED
@@ -220,7 +221,9 @@ def _steps(order: UnlearningRequest, running: bool, run: str) -> list[str]:
 
 
 def _restored(rounds: int) -> str:
-    return f"The aggregate moves part of the way back to its initial state; the others train it for {rounds} rounds."
+    return (
+        f"The aggregate moves part of the way back to its initial state; the others train it for {count(rounds, 'round')}."
+    )
 
 
 def _cost(order: UnlearningRequest, training: details.Training, rounds: int) -> list[str]:
@@ -233,7 +236,9 @@ def _cost(order: UnlearningRequest, training: details.Training, rounds: int) -> 
         + (done if order.rollback else 0)
         + (rounds if order.retrain else 0)
     )
-    trained = f"{more} rounds of training, about {more * pace:,.0f} s at this run's pace." if more else "No training."
+    trained = (
+        f"{count(more, 'round')} of training, about {more * pace:,.0f} s at this run's pace." if more else "No training."
+    )
     return [
         trained,
         "The subtraction takes under a second for networks of a few megabytes; measuring takes as long as at the run's end.",

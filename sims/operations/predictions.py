@@ -25,6 +25,7 @@ from fedloom.clients.networks import HeadView, form_of
 from fedloom.clients.storage.states import read_state
 from fedloom.clients.training.torch_setup import pick_device
 from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.formatting import count
 from fedloom.conf.metrics import CLASS, MULTILABEL, TOKENS
 from fedloom.conf.plain_values import plain_value
 from fedloom.conf.plugins import error_summary
@@ -194,7 +195,7 @@ def _checked(config: Config, inputs: Any, site: str, folder: Path) -> Tensor:
     except (TypeError, ValueError, RuntimeError):
         raise UserError(f"inputs: got a {type(inputs).__name__}, takes a tensor or an array of numbers") from None
     if values.ndim > 1 and (odd := int((~values.isfinite()).flatten(1).any(1).sum())):
-        raise UserError(f"inputs: {odd} examples have missing or infinite values; fill them in, or leave them out")
+        raise UserError(f"inputs: {count(odd, 'example')} with missing or infinite values; fill them in, or leave them out")
     form = form_of(config)
     if form.kind in (FEATURES, ARRAY) and values.shape[1:] != form.shape:
         columns = ", ".join(first_schema(config).columns)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.conf.errors import UserError
+from fedloom.conf.formatting import count
 from fedloom.conf.metrics import ACCURACY
 from fedloom.server.run_folder.scores import first_metric, headline
 from fedloom.server.unlearning.certificate import CERTIFICATES, TIMES, names_of, one_digest, read
@@ -70,8 +71,8 @@ def _restored(options: dict[str, Any]) -> list[Part]:
     if not (rounds := options.get("restore")):
         return []
     return [f"After the subtraction, the network moved back by {percent(float(options.get('back', 0.5)))} of the way to its "
-            f"initial state, and the remaining sites trained it as one network for {rounds} rounds. Their contributions now "
-            "include these rounds; the forgotten sites took no part."]  # fmt: skip
+            f"initial state, and the remaining sites trained it as one network for {count(int(rounds), 'round')}. Their "
+            "contributions now include these rounds; the forgotten sites took no part."]  # fmt: skip
 
 
 def write_pages(folder: Path) -> None:

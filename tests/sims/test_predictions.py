@@ -49,7 +49,7 @@ def test_features_that_do_not_fit_are_refused_in_one_line(prices: Result):
         r"inputs: the dict has texts in 'size'; it takes numbers": {"size": ["large"], "age": [1.0]},
         r"inputs: the dict has no column 'age' \(inputs\)": {"size": [1.0]},
         r"inputs: the dict has missing values in age; fill them in": {"size": [1.0], "age": [None]},
-        r"inputs: 1 examples have missing or infinite values": [[0.0, float("nan")], [1.0, 0.0]],
+        r"inputs: 1 example with missing or infinite values": [[0.0, float("nan")], [1.0, 0.0]],
     }
     for line, inputs in bad.items():
         with pytest.raises(UserError, match=line):

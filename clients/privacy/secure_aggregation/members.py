@@ -10,6 +10,7 @@ from fedloom.clients.job import Job
 from fedloom.clients.networks import network_text
 from fedloom.clients.privacy.policy import Policy
 from fedloom.conf.errors import UserError
+from fedloom.conf.formatting import count
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 
@@ -53,8 +54,8 @@ def check_members(policy: Policy, names: Collection[str]) -> None:
     """Raise UserError if these sites of a sum are too few, or if this site knows the keys of too few of them."""
     needed = fewest(policy)
     if len(names) < needed:
-        raise UserError(f"secure aggregation: a sum over {len(names)} sites; this site participates in sums over {needed} "
-                        "or more (site.yaml: min_members)")  # fmt: skip
+        raise UserError(f"secure aggregation: a sum over {count(len(names), 'site')}; this site participates in sums "
+                        f"over {needed} or more (site.yaml: min_members)")  # fmt: skip
     default = needed if policy.masks else 0
     known = len(set(names) & policy.identity.known().keys())
     if known < (wanted := default if policy.min_known is None else policy.min_known):

@@ -319,7 +319,7 @@ def of_site(report, content, events, site, key):
     """Check, for a site, which contributions of it were used and removed, and that it signed them."""
     rounds = [value_of(event["body"]) for event in events if event["kind"] == "round"]
     sent = [body for body in rounds if site in body["contributions"] and body["round"]]  # round 0: what the server sets
-    report.note(f"{site} contributed in {len(sent)} rounds: {', '.join(str(body['round']) for body in sent) or 'none'}")
+    report.note(f"{site} contributed in these rounds: {', '.join(str(body['round']) for body in sent) or 'none'}")
     if site in content["sites"]:
         before, after = replayed(events, content["ledger"]["event"])
         report.check(f"the request removed the last contribution of {site}", site in before and site not in after)
