@@ -12,6 +12,11 @@ import fedloom
 HOME = Path(fedloom.__file__).resolve().parent
 
 
+def is_ours(file: Path) -> bool:
+    """Return whether a file is the project's. Its folder may have the virtual environment, as in the README."""
+    return file.is_relative_to(HOME) and not file.is_relative_to(Path(sys.prefix).resolve())
+
+
 def main(words: list[str]) -> None:
     """`words`: of the command `fedloom`."""
     stack: list[str] = []
@@ -20,7 +25,7 @@ def main(words: list[str]) -> None:
     def counted(*given, **named):
         if not stack:
             files = (Path(frame.filename).resolve() for frame in traceback.extract_stack())
-            stack.extend(dict.fromkeys(str(file.relative_to(HOME)) for file in files if file.is_relative_to(HOME)))
+            stack.extend(dict.fromkeys(str(file.relative_to(HOME)) for file in files if is_ours(file)))
         return gradient(*given, **named)
 
     torch.autograd.grad = counted
