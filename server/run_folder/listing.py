@@ -150,7 +150,8 @@ def refuse_existing(config: Config, path: Path | None = None) -> None:
     elif not config.run.overwrite:
         raise UserError(f"the run '{config.run.name}' exists ({path}): add --overwrite, or set another run.name=")
     else:
-        refuse_deleting(path, to="overwritten", alone=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has just moved it away to overwrite it
+            refuse_deleting(path, to="overwritten", alone=True)
 
 
 def read_config(path: Path) -> Config:
