@@ -14,6 +14,7 @@ from fedloom.conf.schema import Config
 from fedloom.server.ledger import Ledger
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.database import acquire, unlock
+from fedloom.server.run_folder import listing
 from fedloom.server.run_folder.folder import RunFolder, read_config, stored
 from fedloom.sims.operations.simulate import simulate
 from tests.server.kills import CHILDREN
@@ -76,6 +77,19 @@ def test_one_of_several_threads_runs_it(tmp_path: Path, overwrite: bool):
     assert won and all(isinstance(error, UserError) and len(str(error).splitlines()) == 1 for error in refused), results
     assert len(won) == 1 or overwrite  # one that ends before another begins is overwritten
     whole(tmp_path / "same", json.loads((tmp_path / "same/summary.json").read_text())["seed"])
+
+
+def test_a_run_that_another_one_has_just_moved_away_can_be_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = configured(tmp_path, 0, "run.overwrite=true")
+    RunFolder(tmp_path / "same").open(config)
+    begun = listing.is_begun
+
+    def moved(path: Path) -> bool:
+        path.rename(tmp_path / "elsewhere")
+        return begun(path)
+
+    monkeypatch.setattr(listing, "is_begun", moved)
+    listing.refuse_existing(config)
 
 
 def race(root: Path, number: int, ready: Any, results: Any) -> None:
