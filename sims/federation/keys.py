@@ -62,13 +62,6 @@ class NodeKey:
         return self._key.sign(text, ec.ECDSA(hashes.SHA384()))
 
 
-def write_node_key(folder: Path) -> str:
-    """Write a new key into a site's folder, and return the public half as a line."""
-    key = NodeKey()
-    write_together(key.files(folder))
-    return key.line
-
-
 def check_private(path: Path) -> None:
     """Raise UserError unless the file is a site's private key."""
     try:

@@ -52,7 +52,7 @@ from fedloom.clients.storage.sent import Sent
 from fedloom.clients.storage.store import SiteStore
 from fedloom.conf import Config, load, to_json
 from fedloom.sims.engines.adapter import site_context, take_identity
-from fedloom.sims.federation.keys import write_node_key
+from tests.node_keys import write_node_key
 
 SITES = 10
 WORDS = (

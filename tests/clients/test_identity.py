@@ -14,7 +14,7 @@ from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import TRAIN, TaskInstructions, to_arrays
 from fedloom.clients.protocol.signatures import SIGNED, Identity, fingerprint, is_signed, update_payload, verified_signature
 from fedloom.conf.errors import UserError
-from fedloom.sims.federation.keys import write_node_key
+from tests.node_keys import write_node_key
 
 
 def ordered(kind: str = TRAIN, secure: str = "") -> TaskInstructions:

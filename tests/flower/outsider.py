@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 
-from fedloom.sims.federation.keys import write_node_key
+from tests.node_keys import write_node_key
 
 BIN = Path(sys.executable).parent
 CONTROL = (

@@ -12,9 +12,10 @@ from pathlib import Path
 from flwr.proto.fleet_pb2 import ActivateNodeResponse
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatResponse
 
-from fedloom.sims.federation.keys import write_certificates, write_node_key
+from fedloom.sims.federation.keys import write_certificates
 from fedloom.sims.federation.programs import environment, free_port
 from fedloom.sims.federation.proxies import without
+from tests.node_keys import write_node_key
 
 Answer = tuple[int, dict[str, str], bytes]  # status, heads, body
 GREETINGS = {

@@ -18,9 +18,9 @@ from fedloom.server.unlearning.certificate import CERTIFICATES
 from fedloom.server.unlearning.scope import scope
 from fedloom.server.unlearning.signing import key_path, operator_key, public_line, public_pem
 from fedloom.server.unlearning.verification import deleted
-from fedloom.sims.federation.keys import write_node_key
 from fedloom.sims.operations.verify import verify_certificate
 from fedloom.sims.report.certificates import write_html
+from tests.node_keys import write_node_key
 from tests.server.parts import WatchedApp, folder
 from tests.server.runs import copied, findings, method_of
 from tests.server.unlearnings import ONE, TWO, asked, configured, fulfil, further, run

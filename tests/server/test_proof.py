@@ -29,8 +29,9 @@ from fedloom.server.unlearning.signing import (
     rotate,
     signed_by,
 )
-from fedloom.sims.federation.keys import NODE_KEY, write_node_key
+from fedloom.sims.federation.keys import NODE_KEY
 from fedloom.sims.report.proofs import write_proof
+from tests.node_keys import write_node_key
 from tests.server.parts import folder
 from tests.server.proofs import (
     BROKEN,

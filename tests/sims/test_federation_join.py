@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from fedloom.conf.yaml_text import read_yaml, write_yaml
-from fedloom.sims.federation.keys import fingerprint, write_node_key
+from fedloom.sims.federation.keys import fingerprint
 from fedloom.sims.federation.plan import members
 from fedloom.sims.federation.sheets import SITE, SiteSheet, read
+from tests.node_keys import write_node_key
 from tests.sims.commands import Command, refused
 
 LINK = ("--superlink", "127.0.0.1:8000")
