@@ -160,6 +160,10 @@ def _loaded(path: Path, texts: Iterable[str] = ()) -> tuple[Any, int]:
         _check_twice([str(name).strip() for name in first.iloc[0]])  # read_csv renames the second one
         with _readable():
             table = pandas.read_csv(path, dtype={name: str for name in first.iloc[0] if str(name).strip() in texts}, **how)
+        if not isinstance(table.index, pandas.RangeIndex):  # read_csv takes the entries without a name as names of rows
+            named, entries = len(table.columns), len(table.columns) + table.index.nlevels
+            raise ValueError(f"has {entries} entries in a row, but {named} names of columns. Name each column, and remove "
+                             "separators at the ends of rows.")  # fmt: skip
     table.columns = [str(name).strip() for name in table.columns]
     _check_twice(table.columns)
     if not len(table):

@@ -294,3 +294,13 @@ def test_a_column_that_divides_sites_and_is_a_feature_is_a_warning(tmp_path: Pat
     (line,) = data.remarks(config({"domain": domain, **entry}))
     assert "the column 'clinic' divides the sites, and is also a feature" in line and "write without=clinic behind" in line
     assert not data.remarks(config({"domain": f"{domain}&without=clinic", **entry}))
+
+
+@pytest.mark.parametrize("row, entries", [("p1,34.5,1", 3), ("34.5,1,", 3), ("p1,x,34.5,1", 4)])
+def test_rows_with_more_entries_than_names_are_refused_since_they_would_move_to_other_columns(
+    tmp_path: Path, row: str, entries: int
+):
+    (tmp_path / "long.csv").write_text("age,sick\n" + f"{row}\n" * 40, encoding="utf-8")
+    fault = rf"has {entries} entries in a row, but 2 names of columns\. Name each column, and remove separators at the ends"
+    with pytest.raises(UserError, match=fault):
+        find(f"table:{tmp_path}/long.csv?target=sick")
