@@ -30,6 +30,30 @@ def _texts(column: Any, values: Sequence[str]) -> Any:
     return texts.map({text: f"#{number % len(values)}" for text, number in digests.items()})
 
 
+def stripped(table: Any) -> Any:
+    """Return a table without spaces around its texts."""
+    texts = [name for name in table.columns if table[name].dtype.kind == "O"]
+    return table.assign(**{name: table[name].map(lambda text: text.strip() if isinstance(text, str) else text)
+                           for name in texts})  # fmt: skip
+
+
+def spoiled(table: Any, names: Iterable[str]) -> tuple[str, ...]:
+    """Return a warning for each of these columns of texts in which most entries are numbers."""
+    odd = {name: text for name in names if (text := _odd(table[name]))}
+    mend = "so each of its values is a category; correct such entries, or leave them empty"
+    return tuple(f"'{plain(name)}' has numbers and '{plain(text)}', {mend}" for name, text in odd.items())
+
+
+def _odd(column: Any) -> str:
+    """Return the first entry that is not a number, in a column in which most are; else nothing."""
+    import pandas
+
+    texts = column.dropna().astype(str)
+    numbers: Any = pandas.to_numeric(texts, errors="coerce")
+    odd = texts[numbers.isna()]
+    return odd.iloc[0] if 0 < len(odd) < len(texts) / 2 else ""
+
+
 def complete(table: Any, features: list[str], wanted: list[str], categories: Iterable[str], missing: str) -> tuple[Any, str]:
     """Return the table without gaps, as `missing` says, and a line about rows that are not read."""
     import pandas
@@ -91,19 +115,21 @@ def values_of(table: Any, features: list[str], categories: dict[str, list[str]])
             if not given and len(values) > max(2, min(MOST_VALUES, len(table) // 2)):
                 own[name] = values
     if own:
-        raise ValueError(_too_many(own, len(table)))
+        raise ValueError(_too_many(own, table))
     return found
 
 
-def _too_many(own: Mapping[str, list[str]], rows: int) -> str:
+def _too_many(own: Mapping[str, list[str]], table: Any) -> str:
     """Return what to do with columns of texts that nearly every row has for itself."""
     (first, texts), *others = own.items()
+    if odd := _odd(table[first]):
+        return f"'{plain(first)}' has numbers and '{plain(odd)}'. Correct such entries, or leave them empty."
     more = "".join(f", '{plain(name)}' {len(each)}" for name, each in others)
     names, it = [quote(name) for name in own], "them" if others else "it"
     dates = [plain(name) for name, each in own.items() if all(re.match(DATE, text) for text in each if text != GAP)]
     days = f" Instead of {' and '.join(dates)}, add a column of numbers, such as days." if dates else ""
     return (
-        f"'{plain(first)}' has {len(texts)} different texts in {rows} rows{more}. Leave {it} out with "
+        f"'{plain(first)}' has {len(texts)} different texts in {len(table)} rows{more}. Leave {it} out with "
         f"?without={','.join(names)}, or hash {it} with ?categories={','.join(f'{name}:#16' for name in names)}.{days}"
     )
 

@@ -30,6 +30,8 @@ from fedloom.clients.data.table_columns import (
     filled,
     numbers_of,
     parts_of,
+    spoiled,
+    stripped,
     targets_of,
     values_of,
 )
@@ -61,6 +63,7 @@ def read_table(path: Path, domain: str) -> Contents:
     groups = {name: table[name].to_numpy() for name in table.columns}
     notes = (*content.notes, *notes)
     notes += (dropped,) if dropped else ()
+    notes += spoiled(whole, [name for name in values if name not in categories])
     notes += (f"{unnamed} columns without a name are not read",) if unnamed else ()
     if not query.get("target"):
         notes += (
@@ -89,7 +92,7 @@ def rows_of(encoding: Encoding, rows: Any) -> np.ndarray:
         table = table.set_axis([str(name).strip() for name in table.columns], axis=1)
         _check(table, features, "inputs")
         _check_twice(name for name in table.columns if name in features)
-        table = table.fillna(dict(encoding.means)).infer_objects()
+        table = stripped(table[features]).fillna(dict(encoding.means)).infer_objects()
         table = table.assign(**{name: filled(table[name], True) for name in features if GAP in values.get(name, ())})
         if lacking := [plain(name) for name in features if table[name].isna().any()]:
             raise ValueError(f"has missing values in {', '.join(lacking[:5])}; fill them in, or leave these rows out")
@@ -169,7 +172,7 @@ def _loaded(path: Path, texts: Iterable[str] = ()) -> tuple[Any, int]:
     if not len(table):
         raise ValueError("has no rows")
     unnamed = [name for name in table.columns if name.startswith("Unnamed:") or not name]
-    return table.drop(columns=unnamed), len(unnamed)
+    return stripped(table.drop(columns=unnamed)), len(unnamed)
 
 
 @contextmanager

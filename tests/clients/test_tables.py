@@ -304,3 +304,25 @@ def test_rows_with_more_entries_than_names_are_refused_since_they_would_move_to_
     fault = rf"has {entries} entries in a row, but 2 names of columns\. Name each column, and remove separators at the ends"
     with pytest.raises(UserError, match=fault):
         find(f"table:{tmp_path}/long.csv?target=sick")
+
+
+def test_spaces_around_texts_do_not_count(tmp_path: Path):
+    domain = written(tmp_path, smoker=["yes", "no ", " no"] * 20, clinic=["north", "north "] * 30)
+    query = f"{domain}?target=smoker&features=age,clinic,days"
+    assert find(query).names == ("no", "yes") and "clinic=north" in find(query).schema.columns
+    (encoding := encoding_of(query.replace("target=smoker", "target=days").replace(",days", ",smoker")))
+    assert encoding is not None and encoding.values == {"clinic": ["north"], "smoker": ["no", "yes"]}
+    rows = {"age": [30.0], "clinic": [" north"], "smoker": ["yes "]}
+    assert rows_of(encoding, rows).tolist() == [[30, 1, 0, 1]]
+
+
+def test_a_column_of_numbers_with_a_text_is_a_warning_or_refused(tmp_path: Path):
+    domain = written(tmp_path, age=["?", *AGES[1:]], code=["a", "1", "b"] * 20) + "?target=sick&features=age,code"
+    assert notes(domain) == [
+        "domain 'patients': 'age' has numbers and '?', so each of its values is a category; correct such entries, or leave "
+        "them empty"
+    ]
+    assert not notes(f"{domain}&categories=age")
+    domain = written(tmp_path, days=[*np.linspace(0.5, 9.5, ROWS)[1:], "unknown"]) + "?target=sick&features=days"
+    with pytest.raises(UserError, match=r"'days' has numbers and 'unknown'\. Correct such entries, or leave them empty\.$"):
+        find(domain)
