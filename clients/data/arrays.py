@@ -11,6 +11,7 @@ from fedloom.clients.data.sources import Labels, Pixels
 from fedloom.conf.errors import UserError, plain
 
 ANIMATED = ("GIF", "PNG", "WEBP")  # a JPEG of a telephone may have a preview as a second frame
+ORIENTATION = 0x0112  # the EXIF tag; 1: upright
 CHANNELS = (1, 3)  # of tensors whose channels come first
 MOST_CHANNELS = 64
 MOST_CLASSES = 100_000
@@ -114,11 +115,24 @@ def _check_mode(image: Any) -> None:
 
 
 def _converted(image: Any) -> Pixels:
+    image = _upright(image)
     if image.mode.startswith("I;16"):
         return np.asarray(image).astype(np.uint16)
     _check_mode(image)
     grey = image.mode in ("1", "L", "LA", "La")
     return np.asarray((_on_white(image) if image.has_transparency_data else image).convert("L" if grey else "RGB"))
+
+
+def _upright(image: Any) -> Any:
+    """Turn an image as its EXIF orientation says: telephones store pixels as the sensor has them."""
+    from PIL import ImageOps
+
+    image.load()  # turns a TIFF file
+    try:
+        turned = image.getexif().get(ORIENTATION, 1) != 1
+    except Exception:  # PIL's errors for damaged EXIF are of many types
+        return image
+    return ImageOps.exif_transpose(image) if turned else image
 
 
 def _on_white(image: Any) -> Any:

@@ -175,5 +175,8 @@ def _decoded(file: Path, domain: str) -> Pixels:
     with legible(domain, str(file)):
         if (channels := read_channels(file)) is not None:
             return image_of(channels.astype(np.uint16) if _is_deep(channels) else channels)
-        with Image.open(file) as image:
+        with (
+            file.open("rb") as opened,
+            Image.open(opened) as image,
+        ):  # by its path, Pillow 13 mixes the rows of a turned TIFF
             return image_of(image)

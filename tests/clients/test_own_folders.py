@@ -11,6 +11,7 @@ from PIL import Image
 
 from fedloom.clients import data
 from fedloom.clients.data.found import absolute, short
+from fedloom.clients.data.own import contents
 from fedloom.conf import UserError
 from tests.clients.own_data import colours, config, images, right
 
@@ -47,6 +48,21 @@ def test_images_of_many_modes_and_sizes_become_alike(tmp_path: Path):
         folder.mkdir(parents=True, exist_ok=True)
         Image.new(mode, (5 + number, 9)).save(folder / f"{number}.{'tif' if mode == 'CMYK' else 'png'}")
     assert images(f"images:{tmp_path}/mixed", size=8).x.shape == (17, 3, 8, 8)
+
+
+@pytest.mark.parametrize("ending", ["jpg", "png", "tif", "webp"])
+def test_images_are_turned_as_their_exif_orientation_says(tmp_path: Path, ending: str):
+    pixels = np.zeros((16, 32), np.uint8)
+    pixels[:8, :16] = 255  # white at the upper left
+    for name, orientation in (("upright", 1), ("turned", 6), ("odd", 99)):
+        (folder := tmp_path / "photos" / name).mkdir(parents=True)
+        (exif := Image.Exif())[0x0112] = orientation
+        Image.fromarray(pixels).save(folder / f"1.{ending}", exif=exif)
+    read = {name: contents(f"images:{tmp_path}/photos").images["all"](np.array([place]))
+            for place, name in enumerate(("odd", "turned", "upright"))}  # fmt: skip
+    shown = {name: np.asarray(next(iter(images))) for name, images in read.items()}
+    assert shown["upright"].shape[:2] == shown["odd"].shape[:2] == (16, 32) and shown["turned"].shape[:2] == (32, 16)
+    assert shown["turned"][4, 12].mean() > 200 > 50 > shown["turned"][4, 4].mean(), "a quarter turn clockwise"
 
 
 def test_variants_and_divisions_work_as_for_shipped_domains(tmp_path: Path):
