@@ -91,8 +91,8 @@ def tokens(context: typer.Context, as_json: Json = False) -> None:
     from fedloom.sims.report.tables import Table
 
     found = _stores(context.obj)[0].all().values()
-    rows = [[one.name, one.role, ", ".join(one.sites) or "-", one.created[:10], one.expires[:10],
-             "valid" if one.valid else "expired"] for one in found]  # fmt: skip
+    rows = [[one.name, one.role, ", ".join(one.sites) or "-", one.created[:10], one.expires[:10], one.state]
+            for one in found]  # fmt: skip
     columns = ["name", "role", "sites", "made", "expires", "state"]
     if as_json:
         typer.echo(json.dumps({"tokens": [dict(zip(columns, row, strict=True)) for row in rows]}))

@@ -71,7 +71,8 @@ def _is_of(key: str, run: str) -> bool:
 
 
 def _age(time: str) -> float:
-    return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()
+    """Return the seconds since a time; 0 for one in the future, as after a clock was set back."""
+    return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds())
 
 
 def _line(row: Row) -> str:

@@ -48,7 +48,9 @@ class Gate:
     attempts: RateLimit = field(default_factory=lambda: RateLimit(10, 5))
     acts: RateLimit = field(default_factory=lambda: RateLimit(60, 60))
     crowd: Crowd = field(default_factory=lambda: Crowd(of_member=100))
-    _sessions: dict[str, tuple[str, float]] = field(default_factory=dict)  # by digest of the cookie: token's digest, end
+    _sessions: dict[str, tuple[str, float]] = field(
+        default_factory=dict
+    )  # by digest of the cookie: token's digest, end (time.monotonic)
     _key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -67,7 +69,7 @@ class Gate:
     def by_session(self, request: Request) -> Token | None:
         """Return the token with which this browser is logged in; None if it is not."""
         token, ends = self._sessions.get(_digest(request.cookies.get(self.cookie, "")), ("", 0.0))
-        known = self.tokens.by_digest(token) if time.time() < ends else None
+        known = self.tokens.by_digest(token) if time.monotonic() < ends else None
         return self._admitted(request, known) if known else None
 
     def log_in(self, request: Request, secret: str, response: Response) -> None:
@@ -80,7 +82,7 @@ class Gate:
         self.audit.note("logged in", token.name, address=address(request))
         self.log_out(request)
         with self._lock:
-            now = time.time()
+            now = time.monotonic()
             live = {key: one for key, one in self._sessions.items() if now < one[1]}
             mine = [key for key, one in live.items() if one[0] == token.sha256]
             for oldest in mine[: 1 - MOST_OF_TOKEN]:

@@ -34,6 +34,7 @@ class Token:
         sha256: The digest of the secret.
         created: When it was made (ISO 8601, UTC).
         expires: When it ends.
+        revoked: When it was revoked; empty: it was not.
     """
 
     name: str
@@ -42,11 +43,17 @@ class Token:
     sha256: str
     created: str
     expires: str
+    revoked: str = ""
 
     @property
     def valid(self) -> bool:
-        """Whether it has not expired."""
-        return datetime.now(UTC) < datetime.fromisoformat(self.expires)
+        """Whether it was not revoked, by any clock, and has not expired."""
+        return not self.revoked and datetime.now(UTC) < datetime.fromisoformat(self.expires)
+
+    @property
+    def state(self) -> str:
+        """One of valid, revoked, expired."""
+        return "revoked" if self.revoked else "valid" if self.valid else "expired"
 
     def may(self, role: str) -> bool:
         """Return whether the role includes `role`."""
@@ -124,7 +131,7 @@ class Tokens:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         with self._changing() as known:
             note()
-            self._write([replace(token, expires=now) if token.name == name else token for token in known])
+            self._write([replace(token, revoked=now) if token.name == name else token for token in known])
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[list[Token]]:

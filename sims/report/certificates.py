@@ -1,5 +1,6 @@
 """Write a certificate as an HTML page."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,10 @@ def _restored(options: dict[str, Any]) -> list[Part]:
 def write_pages(folder: Path) -> None:
     """Write the HTML pages of a run's new and changed certificates. Leave out damaged ones, which checks report."""
     for path in sorted((folder / CERTIFICATES).glob("*.json")):
-        page = path.with_suffix(".html")
-        if not page.exists() or page.stat().st_mtime < path.stat().st_mtime:
+        page, written = path.with_suffix(".html"), path.stat().st_mtime_ns
+        if not page.exists() or page.stat().st_mtime_ns != written:  # equal, since a clock can be set back
             with suppress(UserError):
-                write_html(path)
+                os.utime(write_html(path), ns=(written, written))
 
 
 def _at_sites(certificate: dict[str, Any]) -> list[Part]:

@@ -1,6 +1,8 @@
 """Certificates that do not match their run or are missing: exit code 1; a folder in place of one: its certificates."""
 
+import os
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from fedloom.conf.errors import FailedError
 from fedloom.server.ledger import Ledger
 from fedloom.server.unlearning.signing import SUFFIX
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
+from fedloom.sims.report.certificates import write_pages
 from tests.sims.commands import ONE, TWO, Command, last_line, refused
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -44,6 +47,20 @@ def test_a_known_request_whose_certificate_is_missing_ends_with_1(fedloom: Comma
     said = fedloom("unlearn", run, ONE, "--request-id", "r1")
     assert said.code == 1 and said.out.startswith("Request 'r1' was verified before: ")
     assert said.err.splitlines()[-1].endswith("r1.json: this certificate is missing; restore it from a copy")
+
+
+def test_a_page_shows_the_certificate_that_is_there_also_if_the_clock_was_set_back(fedloom: Command, run: Path):
+    assert fedloom("unlearn", run, ONE, "--request-id", "r1", "--without-data", "--reason", "moved away").code == 0
+    path, page = run / "certificates/r1.json", run / "certificates/r1.html"
+    before, written = page.read_bytes(), path.stat().st_mtime
+    path.write_text(path.read_text().replace("moved away", "asked for it"))
+    os.utime(path, (written - 3600, written - 3600))
+    write_pages(run)
+    assert b"asked for it" in page.read_bytes() and b"asked for it" not in before
+    page.write_bytes(b"the same certificate")
+    shutil.copystat(path, page)
+    write_pages(run)
+    assert page.read_bytes() == b"the same certificate"
 
 
 def test_verify_of_a_folder_names_the_certificates_in_it_as_commands(fedloom: Command, run: Path):

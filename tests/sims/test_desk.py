@@ -279,7 +279,7 @@ def test_tokens_on_the_command_line(fedloom: Command, folder: Folder):
     refused(fedloom("serve", folder.root, "token", "--role", "viewer", "--name", "dpo"), "has or had a token")
     refused(fedloom("serve", folder.root, "revoke", "dpa"), "did you mean 'dpo'")
     assert fedloom("serve", folder.root, "revoke", "dpo").code == 0
-    assert "expired" in fedloom("serve", folder.root, "tokens").out
+    assert "revoked" in fedloom("serve", folder.root, "tokens").out
 
 
 def test_other_commands_do_not_load_the_desk():

@@ -5,9 +5,10 @@ import json
 import os
 import re
 import ssl
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -16,6 +17,7 @@ import pytest
 
 from fedloom.conf import UserError
 from fedloom.server.ledger import Ledger
+from fedloom.sims.desk import tokens as desk_tokens
 from fedloom.sims.desk.audit import Audit
 from fedloom.sims.desk.tokens import Tokens
 from tests.sims.commands import ONE
@@ -54,6 +56,26 @@ def test_a_token_that_ends_ends_its_sessions(folder: Folder, how: str):
         path.write_text(json.dumps(rows))
     assert client.get("/", follow_redirects=False).status_code == 303
     assert client.get(f"{API}/runs", headers=bearer).status_code == 401
+
+
+class Yesterday(datetime):
+    """A clock that was set back by a day."""
+
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:
+        return datetime.now(tz) - timedelta(days=1)
+
+
+def test_a_clock_that_is_set_back_revives_no_token_and_extends_no_session(folder: Folder, monkeypatch: pytest.MonkeyPatch):
+    client, began, real = browser(folder, "operator"), time.monotonic(), time.time
+    Tokens(folder.root).revoke("viewer")
+    monkeypatch.setattr(desk_tokens, "datetime", Yesterday)
+    monkeypatch.setattr(time, "time", lambda: real() - 24 * 3600)
+    found = Tokens(folder.root)
+    assert found.find(folder.secrets["viewer"]) is None and found.find(folder.secrets["operator"]) is not None
+    assert client.get("/", follow_redirects=False).status_code == 200
+    monkeypatch.setattr(time, "monotonic", lambda: began + 13 * 3600)
+    assert client.get("/", follow_redirects=False).status_code == 303
 
 
 def test_logging_out_ends_the_session_at_the_desk(folder: Folder):
