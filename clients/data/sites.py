@@ -16,18 +16,19 @@ from fedloom.clients.data.form import IMAGE
 from fedloom.clients.data.forms import check_forms, image_size
 from fedloom.clients.data.found import short
 from fedloom.clients.data.listing import held, once, while_same
-from fedloom.clients.data.own import Own, check_files, left_out, notes
+from fedloom.clients.data.own import Own, OwnSplit, check_files, left_out, notes
 from fedloom.clients.data.partition import COLUMN, check_way, divide, divide_alike, divide_by
 from fedloom.clients.data.schema import CLASS, WORD
 from fedloom.clients.data.sources import Labels, Positions
 from fedloom.clients.data.splits import Selection, Split, at_most, labels, of_classes, split, strata
 from fedloom.clients.data.transforms import Change, render
-from fedloom.clients.data.variants import Variant, check_shared, label, variant
+from fedloom.clients.data.variants import Variant, check_shared, label, numbers_with_names, variant
 from fedloom.conf.errors import UserError, plain
 from fedloom.conf.randomness import generator, torch_generator
 from fedloom.conf.schema import Config, DataConfig
 from fedloom.conf.sites import PartitionConfig, Site, SiteConfig
 
+MOST_NAMED = 5  # classes in a message
 CACHE = ExampleCache(limit=512 * 2**20)
 
 
@@ -105,12 +106,14 @@ def site_sizes(config: Config) -> list[int]:
 
 @held()
 def remarks(config: Config) -> list[str]:
-    """Return warnings about the domains: unread files, images of a single colour, a single class, features of little use."""
+    """Return warnings about the domains: unread files, images of a single colour, odd classes, features of little use."""
     found = [(left_out(domain), check_not_blank(place := locate(domain, config.data), config.data.white),
-              _one_class(domain, place), *(notes(domain) if isinstance(place.source, Own) else ()))
+              _one_class(domain, place), _only_tested(domain, place),
+              *(notes(domain) if isinstance(place.source, Own) else ()))
              for domain in config.domains]  # fmt: skip
     divided = {(site.spec.domain, site.spec.partition.column): None for site in config.roster if site.parts > 1}
-    return [*(line for lines in found for line in lines if line), *filter(None, starmap(_disclosed, divided))]
+    several = (numbers_with_names(config), *starmap(_disclosed, divided))
+    return [*(line for lines in found for line in lines if line), *filter(None, several)]
 
 
 def _one_class(domain: str, place: Place) -> str:
@@ -120,10 +123,26 @@ def _one_class(domain: str, place: Place) -> str:
     labels = place.labels(part := place.source.parts[0])
     if len(labels) < 2 or (labels != labels[0]).any():
         return ""
-    called = (known := find(domain)).names or known.meanings
-    name = f"class '{plain(called[labels[0]])}'" if called else f"class {labels[0]}"
-    where = f"domain '{short(domain)}': all {len(labels)} examples of part '{part}'"
+    name, where = _class_text(domain, labels[0]), f"domain '{short(domain)}': all {len(labels)} examples of part '{part}'"
     return f"Warning: {where} have the same label ({name}); check the labels"
+
+
+def _only_tested(domain: str, place: Place) -> str:
+    """Return a warning if a user's test part has classes that the training part lacks."""
+    if not isinstance(place.source, OwnSplit) or place.schema.task != CLASS:
+        return ""
+    lacking = np.setdiff1d(place.labels("test"), place.labels("train"))
+    if not len(lacking):
+        return ""
+    few = ", ".join(_class_text(domain, number) for number in lacking[:MOST_NAMED])
+    more = f" and {len(lacking) - MOST_NAMED} more" if len(lacking) > MOST_NAMED else ""
+    examples = f"test examples of {few}{more}, but no training examples"
+    return f"Warning: domain '{short(domain)}': has {examples}; check the labels"
+
+
+def _class_text(domain: str, number: int) -> str:
+    called = (known := find(domain)).names or known.meanings
+    return f"class '{plain(called[number])}'" if called else f"class {number}"
 
 
 def _disclosed(domain: str, column: str) -> str:

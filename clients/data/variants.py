@@ -8,9 +8,12 @@ from fedloom.clients.data.domains import DOMAINS, find
 from fedloom.clients.data.found import short
 from fedloom.clients.data.listing import held, while_same
 from fedloom.clients.data.own import state_of
-from fedloom.conf.errors import UserError
+from fedloom.clients.data.schema import CLASS
+from fedloom.conf.errors import UserError, plain
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import UNION, Site, SiteConfig
+
+MOST_SHOWN = 5  # classes in a message
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,22 @@ def _check_names(specs: Mapping[str, SiteConfig]) -> None:
             fault = f"class {k} is '{names[first][k]}' in {first} and '{names[second][k]}' in {second}"
             numbers = ", write task=class behind the paths if they are class numbers" if names[first][k].isdigit() else ""
             raise UserError(f"data.heads: {fault}. Use the same classes in both{numbers}, or set data.heads=task or own.")
+
+
+def numbers_with_names(config: Config) -> str:
+    """Return a warning if classes of one domain are numbers, of another names, and both share outputs; else nothing."""
+    if config.data.heads != "shared":
+        return ""
+    specs = {name: spec for name, spec in domain_specs(config).items() if find(spec.domain).schema.task == CLASS}
+    meanings = {name: class_meanings(spec) for name, spec in specs.items()}
+    numbered = [name for name, known in meanings.items() if not known]
+    named = [name for name in specs if class_names(specs[name]) and not all(map(str.isdigit, class_names(specs[name])))]
+    if not (numbered and named):
+        return ""
+    names = class_names(specs[named[0]])[:MOST_SHOWN]
+    shown = ", ".join(f"{number} is '{plain(name)}'" for number, name in enumerate(names))
+    what = f"the classes of {plain(numbered[0])} are numbers, those of {plain(named[0])} are names"
+    return f"Warning: {what}, and both share outputs: {shown}; check that the numbers mean the same"
 
 
 def num_classes(config: Config) -> int:

@@ -10,6 +10,7 @@ from sklearn.datasets import load_diabetes
 from fedloom.clients import data
 from fedloom.clients.data.found import absolute, short
 from fedloom.conf import UserError
+from fedloom.conf.loading import from_mapping
 from tests.clients.own_data import config
 
 ROWS = 40
@@ -140,3 +141,28 @@ def test_labels_of_python_objects_are_taken_where_they_are_of_one_kind(tmp_path:
     np.savez(tmp_path / "a.npz", x=X, y=np.array(["a", "b"] * 20, dtype=object))
     with pytest.raises(UserError, match=r"has Python objects in 'y', which are not read. Save .* y\.astype\(str\)"):
         classes(f"npz:{tmp_path}/a.npz")
+
+
+@pytest.mark.parametrize("tested, line", [
+    (TWO + 1, "domain 'part': has test examples of class 2, but no training examples; check the labels"),
+    (np.arange(ROWS) % 9, "has test examples of class 2, class 3, class 4, class 5, class 6 and 2 more, but no training"),
+    (TWO, ""),
+])  # fmt: skip
+def test_classes_of_the_test_part_alone_are_reported(tmp_path: Path, tested: np.ndarray, line: str):
+    np.savez(tmp_path / "part.npz", x_train=X, y_train=TWO, x_test=X, y_test=tested)
+    lines = data.remarks(config({"domain": f"npz:{tmp_path}/part.npz"}))
+    assert [line in each for each in lines] == ([True] if line else [])
+
+
+def test_classes_that_are_numbers_in_one_domain_and_names_in_another_are_reported_if_they_share_outputs(tmp_path: Path):
+    for name, y in (("numbers", FOUR), ("names", np.array([*"dcba"])[FOUR])):
+        np.savez(tmp_path / f"{name}.npz", x=X, y=y)
+    domains = [{"domain": f"npz:{tmp_path}/{name}.npz"} for name in ("names", "numbers")]
+    (line,) = data.remarks(config(*domains))
+    assert line == (
+        "Warning: the classes of numbers are numbers, those of names are names, and both share outputs: 0 is 'a', 1 is 'b', "
+        "2 is 'c', 3 is 'd'; check that the numbers mean the same"
+    )
+    apart = from_mapping({"experiment": "test", "sites": domains, "data": {"size": 6, "heads": "task"}})
+    assert not data.remarks(apart) and not data.remarks(config(domains[0]))
+    assert not data.remarks(config(domains[0], {"domain": "digits"})), "classes with known meanings"
