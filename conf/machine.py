@@ -93,7 +93,7 @@ def limit_memory(most: float) -> None:
 
         now, hard = resource.getrlimit(resource.RLIMIT_DATA)
         set_before = [limit for limit in (now, hard) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min([int(most), *set_before]), hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (min([int(most), sys.maxsize, *set_before]), hard))
 
 
 def forget_peak() -> None:

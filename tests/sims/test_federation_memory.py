@@ -40,3 +40,7 @@ def test_images_that_do_not_fit_are_an_error_of_the_site(tmp_path: Path):
     found = said(ORDER, str(tmp_path))
     assert found.returncode == 0, found.stderr
     assert "allocate" in found.stderr  # the site's own log
+
+
+def test_a_limit_of_more_memory_than_a_machine_can_have_is_no_error():
+    assert said("from fedloom.conf.machine import limit_memory; limit_memory(1e39); print('done')").stdout == "done\n"
