@@ -17,6 +17,7 @@ from fedloom.conf.package import NAME
 from fedloom.conf.plugins import error_summary
 from fedloom.conf.shorthand import expand_shorthand, fields_of, is_listed
 from fedloom.conf.values import KINDS, check_value, check_values, join, over_default, shortened, takes
+from fedloom.conf.yaml_text import HALF
 
 T = TypeVar("T")
 
@@ -260,7 +261,7 @@ def _sections(field: dataclasses.Field[Any], item: Any, key: str) -> list[tuple[
 
 
 def _check_literal(item: Any, where: str) -> None:
-    """Raise UserError for a text that OmegaConf would interpolate, for example from the environment."""
+    """Raise UserError for a text that is not UTF-8, or that OmegaConf would interpolate, such as from the environment."""
     if isinstance(item, Mapping):
         for key, option in item.items():
             _check_literal(key, where)
@@ -272,6 +273,8 @@ def _check_literal(item: Any, where: str) -> None:
         raise UserError(
             f"{where}: contains '{'${' if '${' in item else item}', which is not interpolated here; write the value itself"
         )
+    elif isinstance(item, str) and HALF.search(item):
+        raise UserError(f"{where}: got {shortened(item)}, which has half a surrogate pair, not a character; remove it")
 
 
 def _misfit(schema: type, given: Mapping[str, Any], where: str) -> UserError | None:

@@ -23,7 +23,7 @@ MOST_DEPTH = 100  # of nested lists and sections
 MOST_COPIES = 1_000_000  # entries that the aliases of a text may stand for
 MOST_DIGITS = 300
 
-_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
+HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 TAG = "tag:yaml.org,2002:"
 TAKEN = {f"{TAG}{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
 NOT_MEANT = {f"{TAG}timestamp", f"{TAG}value"}  # dates and `=` are texts here
@@ -130,7 +130,7 @@ class _Check:
         if node.tag not in TAKEN:
             raise _wrong(node, key, f"is !!{node.tag.removeprefix(TAG)}, takes texts, numbers, lists and sections")
         if isinstance(node, ScalarNode):
-            if _HALF.search(node.value):
+            if HALF.search(node.value):
                 raise _wrong(node, key, "has half a surrogate pair, which is not a character; remove it")
             if node.tag == f"{TAG}int" and len(node.value) > MOST_DIGITS:
                 raise _wrong(node, key, f"is a number of {len(node.value)} digits, takes at most {MOST_DIGITS}")
@@ -168,7 +168,7 @@ def _section(node: MappingNode) -> list[tuple[str, Node]]:
             raise _wrong(key, "", f"'{key.value}' is not a valid key; put it in quotes if it is a name")
         if (key.tag, key.value) in seen:
             raise _wrong(key, "", f"the key '{key.value}' appears twice")
-        if _HALF.search(key.value):
+        if HALF.search(key.value):
             raise _wrong(key, "", "a key has half a surrogate pair, which is not a character; remove it")
         seen.add((key.tag, key.value))
     return [(key.value, value) for key, value in node.value]

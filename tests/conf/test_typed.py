@@ -10,6 +10,7 @@ import pytest
 from fedloom.clients.networks import NETWORKS
 from fedloom.clients.objectives import OBJECTIVES
 from fedloom.conf import UserError, load
+from fedloom.conf.loading import from_mapping
 from fedloom.conf.typed import build, build_many, option
 
 
@@ -120,3 +121,16 @@ def test_a_dotted_key_in_a_file_is_refused(tmp_path: Any):
     path.write_text("sites: [{domain: digits}]\ntraining.rate: 0.1\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"training\.rate: a key in a file or section has no dots; write training: \{rate:"):
         load(str(path))
+
+
+@pytest.mark.parametrize(("tree", "where"), [
+    ({"run": {"name": "a\ud800"}}, r"run\.name"),
+    ({"sites": [{"domain": "digits", "name": "\udcff"}, {"domain": "digits"}]}, r"sites\[0\]\.name"),
+    ({"network": {"name": "mlp", "st\udfffart": 1}}, r"network"),
+    ({"sites": [{"domain": "digits", "label": "\udcff"}] * 2000}, r"sites\[0\]\.label"),
+])  # fmt: skip
+def test_half_a_surrogate_pair_is_refused_where_it_is(tree: dict[str, Any], where: str):
+    with pytest.raises(
+        UserError, match=rf"^{where}: got '.*', which has half a surrogate pair, not a character; remove it$"
+    ):
+        from_mapping({"experiment": "x", "sites": [{"domain": "digits"}], **tree})
