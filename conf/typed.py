@@ -274,7 +274,9 @@ def _check_literal(item: Any, where: str) -> None:
             f"{where}: contains '{'${' if '${' in item else item}', which is not interpolated here; write the value itself"
         )
     elif isinstance(item, str) and HALF.search(item):
-        raise UserError(f"{where}: got {shortened(item)}, which has half a surrogate pair, not a character; remove it")
+        raise UserError(
+            f"{where or 'a key'}: got {shortened(item)}, which has half a surrogate pair, not a character; remove it"
+        )
 
 
 def _misfit(schema: type, given: Mapping[str, Any], where: str) -> UserError | None:

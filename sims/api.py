@@ -11,6 +11,7 @@ from fedloom.conf.errors import UserError, for_python
 from fedloom.conf.loading import is_shipped, load_text, to_yaml
 from fedloom.conf.plain_values import plain_here, plain_value
 from fedloom.conf.schema import Config
+from fedloom.conf.typed import checked
 from fedloom.conf.values import shortened, words_in
 from fedloom.conf.yaml_text import write_yaml
 from fedloom.server.strategies.defaults import configured, with_default_objective
@@ -68,7 +69,7 @@ def config_of(experiment: str | os.PathLike[str] | Mapping[str, Any] | Config, o
         config = load_text(to_yaml(experiment), experiment.experiment, words, shipped=shipped or False)
     elif isinstance(experiment, Mapping):  # read like a file
         tree, elsewhere = plain_here(experiment, "")
-        config = load_text(write_yaml(tree), "experiment", words)
+        config = load_text(write_yaml(checked(tree, "")), "experiment", words)
         if elsewhere is not None and config.engine.name != "inline":
             raise elsewhere
     elif isinstance(experiment, str | os.PathLike):

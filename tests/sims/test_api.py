@@ -162,6 +162,17 @@ def test_what_is_not_an_experiment_is_reported():
         run("digits", {"rounds": 5})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("tree", "where"), [
+    ({"sites": [{"domain": "digits", "label": "a\ud800"}]}, r"sites\[0\]\.label"),
+    ({"data\udcff": 1}, "a key"),
+])  # fmt: skip
+def test_half_a_surrogate_pair_in_a_dictionary_is_refused_where_it_is(tree: dict[str, Any], where: str):
+    with pytest.raises(
+        UserError, match=rf"^{where}: got '.*', which has half a surrogate pair, not a character; remove it$"
+    ):
+        run(tree)
+
+
 def test_a_dictionary_is_a_configuration(root: str):
     result = run(TREE, "training.rate=1e-4", "run.name=mine", root)
     assert result.folder.name == "mine"
