@@ -102,3 +102,16 @@ def test_fedrolex_gives_every_channel_its_turn(tmp_path):
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path, words, message):
     with pytest.raises(UserError, match=re.escape(message)):
         check(configured(tmp_path, *words))
+
+
+@pytest.mark.parametrize("objective", ["heterofl", "fedproto"])
+@pytest.mark.parametrize("strategy", ["alone", "arithmetic", "cla_ot", "exclusive", "feddf", "fedrolex", "inco"])
+def test_an_objective_that_needs_its_own_strategy_is_refused_with_another(tmp_path, strategy: str, objective: str):
+    words = [f"strategy={{name: {strategy}}}", f"objective={{name: {objective}}}", "network={name: mlp, widths: [6]}"]
+    one = "{domain: digits, count: 2, samples: 60}"
+    fault = f"'{objective}' needs strategy.name={objective}, or one that is derived from it, but got '{strategy}'; change"
+    with pytest.raises(UserError, match=re.escape(fault)):
+        check(configured(tmp_path, *words, sites=one))
+    if strategy != "arithmetic":  # it takes no baselines
+        for mode in ("alone", "exclusive"):
+            check(configured(tmp_path, *words, f"objective.mode={mode}", sites=one))
