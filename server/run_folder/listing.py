@@ -148,10 +148,17 @@ def refuse_existing(config: Config, path: Path | None = None) -> None:
     elif config.run.resume:
         _same_run(config, path)
     elif not config.run.overwrite:
+        refuse_other(path)
         raise UserError(f"the run '{config.run.name}' exists ({path}): add --overwrite, or set another run.name=")
     else:
         with contextlib.suppress(FileNotFoundError):  # another process has just moved it away to overwrite it
             refuse_deleting(path, to="overwritten", alone=True)
+
+
+def refuse_other(path: Path) -> None:
+    """Raise UserError for a file or folder that is not a run, so that --overwrite would not replace it."""
+    if not is_run(path) and not config_fault(path) and path.exists():  # another process may have moved it away
+        raise UserError(f"{path}: exists, and holds no run of fedloom; set another run.name=, or move it away")
 
 
 def read_config(path: Path) -> Config:

@@ -13,7 +13,7 @@ from fedloom.conf.errors import UserError, plain
 from fedloom.conf.loading import MOST_RUN_NAME_BYTES, read_override, read_values, to_json
 from fedloom.conf.schema import Config, RunConfig
 from fedloom.server.run_folder.layout import CONFIG
-from fedloom.server.run_folder.listing import FINISHED, holds, is_run, read_summary
+from fedloom.server.run_folder.listing import FINISHED, holds, is_run, read_summary, refuse_other
 from fedloom.sims.sweeps.names import part_of_name, short_keys, text_of
 
 SEED = "seed"
@@ -166,7 +166,8 @@ def placed(run: Planned, overwrite: bool) -> Planned:
     if not run.folder.exists():
         return run
     if not holds(run.folder, run.config):
-        what = f"a run of another configuration ({CONFIG})" if is_run(run.folder) else "no run of fedloom"
+        refuse_other(run.folder)
+        what = f"a run of another configuration ({CONFIG})" if is_run(run.folder) else "a damaged run"
         raise UserError(f"{run.folder}: exists, and holds {what}; pass --overwrite, or another run.name=")
     if read_summary(run.folder).get("status") == FINISHED:
         return dataclasses.replace(run, done=True)

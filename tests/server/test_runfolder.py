@@ -29,6 +29,7 @@ from fedloom.server.run_folder.layout import (
     own_in,
     strange_in,
 )
+from fedloom.sims.sweeps.plan import Planned, placed
 from tests.server.parts import files, folder, small
 
 
@@ -55,6 +56,19 @@ def test_an_existing_run_is_refused_and_left_as_it_is(tmp_path: Path):
     with pytest.raises(UserError, match=r"the run 'digits' exists .*add --overwrite, or set another run\.name="):
         opened(tmp_path, "seed=1")
     assert files(made.path) == before
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_is_not_a_run_is_refused_without_a_hint_to_overwrite_it(tmp_path: Path, what: str):
+    config = small(tmp_path)
+    path = Path(config.run.root) / config.run.name
+    path.parent.mkdir(exist_ok=True)
+    path.mkdir() if what == "folder" else path.write_text("notes")
+    fault = "exists, and holds no run of fedloom; set another run.name=, or move it away"
+    with pytest.raises(UserError, match=rf"digits: {fault}$"):
+        opened(tmp_path)
+    with pytest.raises(UserError, match=rf"digits: {fault}$"):
+        placed(Planned(config, {}), overwrite=False)
 
 
 def model(weight: torch.Tensor) -> Model:
