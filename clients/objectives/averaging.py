@@ -27,12 +27,8 @@ AVERAGED, OWN = "averaged", "own"
 
 @dataclass(frozen=True)
 class Averaged(Objective):
-    """Base class of averaging objectives: cross-entropy, and options for BatchNorm.
+    """Base class of averaging objectives: cross-entropy, and options for BatchNorm."""
 
-    `requires_strategy`: the strategy whose additional records the sites need; empty: any.
-    """
-
-    requires_strategy: ClassVar[str] = ""
     starts_at_server: ClassVar[bool] = True
     keeps_frozen: ClassVar[bool] = True
 

@@ -125,11 +125,13 @@ class Objective(ABC):
         targets: The tasks whose targets the method takes (data.schema.TASKS).
         starts_at_server: Whether sites receive their networks, so that only the server reads network.start.
         keeps_frozen: Whether the method supports network.freeze.
+        requires_strategy: The strategy whose additional records the sites need; empty: any.
     """
 
     targets: ClassVar[tuple[str, ...]] = TASKS
     starts_at_server: ClassVar[bool] = False
     keeps_frozen: ClassVar[bool] = False
+    requires_strategy: ClassVar[str] = ""
 
     mode: str = option("", "variant of the method, by name", listed=False)  # a subclass with variants lists its own
 
@@ -156,6 +158,10 @@ class Objective(ABC):
         A personalised method first fits it to `images`, the site's training examples.
         """
         return task.incoming.get(MODEL) or task.own
+
+    def needed_strategy(self) -> str:
+        """Return the strategy that this object needs, or one derived from it; empty: any."""
+        return self.requires_strategy
 
 
 OBJECTIVES: Registry[Objective] = Registry("objective", Objective, "fedloom.clients.objectives", {

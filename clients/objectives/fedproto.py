@@ -30,7 +30,7 @@ MEANS, KNOWN = "means", "known"  # down: by class, the mean feature, and 1 if th
 class FedProto(Heterogeneous):
     """Cross-entropy + weight * MSE(features, prototype of the label), for labels with a prototype (Eq. 7)."""
 
-    partner = "fedproto"
+    requires_strategy = "fedproto"
     targets = (CLASS,)
     weight: float = option(1.0, "weight of the distance to the classes' prototypes (the paper's lambda)", low=0.0)
 

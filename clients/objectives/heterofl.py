@@ -28,7 +28,7 @@ class HeteroFL(Heterogeneous):
     lacks are 0 in the loss (Masked Cross-Entropy).
     """
 
-    partner = "heterofl"
+    requires_strategy = "heterofl"
     targets = (CLASS,)
 
     def fused_session(self, task: Task) -> Session:

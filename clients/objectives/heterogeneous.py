@@ -1,7 +1,6 @@
 """Training where sites have different networks: each trains the server's network of its architecture."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from fedloom.clients.networks.initial import initial_state
 from fedloom.clients.objectives.base import OBJECTIVES, Session, Task
@@ -19,12 +18,14 @@ FUSED, EXCLUSIVE, ALONE = "fused", "exclusive", "alone"
 class Heterogeneous(Local):
     """Cross-entropy. `mode` tells the server which networks to combine."""
 
-    partner: ClassVar[str] = ""  # the strategy that mode `fused` needs, or one derived from it; empty: any
     mode: str = option(
         FUSED,
         "fused: networks of all architectures are combined; exclusive: networks of the same architecture; alone: none",
         choices=(FUSED, EXCLUSIVE, ALONE),
     )
+
+    def needed_strategy(self) -> str:
+        return super().needed_strategy() if self.mode == FUSED else ""
 
     def session(self, task: Task) -> Session:
         if MEAN not in task.incoming:

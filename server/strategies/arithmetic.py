@@ -25,7 +25,6 @@ from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
 from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective, counter
-from fedloom.server.strategies.by_architecture import check_partner
 from fedloom.server.strategies.coefficients import MAX_COEFFICIENT, NONE, Search, SearchOptions, check_given, note, noted
 from fedloom.server.strategies.sequential import Sequential
 
@@ -150,8 +149,7 @@ class ArithmeticStrategy(Strategy):
     def check(self, experiment: Experiment) -> None:
         sites = [site.name for site in experiment.sites]
         check_given(self.coefficients, sites)
-        check_objective(experiment, "local")
-        check_partner(experiment, self)
+        check_objective(experiment, self, "local")
         experiment.common_architecture()
         if experiment.federation.partial_sums:
             raise UserError("federation.partial_sums: the server needs single sites' gradients; set it to false")

@@ -31,7 +31,7 @@ from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.privacy import may_be_refused
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
-from fedloom.server.strategies.base import STRATEGIES, ResidualInfluence, Strategy, check_objective
+from fedloom.server.strategies.base import ResidualInfluence, Strategy, check_objective
 
 NETWORKS = "networks"  # the slot
 ROUND_MEAN = "mean"  # without the slot, the server saves the mean of the last round's networks
@@ -72,11 +72,7 @@ class Averaging(Strategy):
         return {NETWORKS: Sum(weighted=self.weighting == "samples")} if self.forgettable else {}
 
     def check(self, experiment: Experiment) -> None:
-        check_objective(experiment, self.default_objective)
-        needed = experiment.objective.requires_strategy  # type: ignore[attr-defined]
-        if needed and not isinstance(self, STRATEGIES.get(needed)):
-            name = experiment.config.objective["name"]
-            raise UserError(f"objective.name: objective {name} needs data that only strategy.name={needed} sends; use both")
+        check_objective(experiment, self, self.default_objective)
         experiment.common_architecture()
         if not self.forgettable:
             self._check_stored(experiment)

@@ -229,15 +229,19 @@ def check_named(config: Config) -> None:
                             f"{NO_SUMS[rule]}")  # fmt: skip
 
 
-def check_objective(experiment: Experiment, name: str) -> None:
-    """Refuse an objective that is neither the objective `name` nor derived from it.
+def check_objective(experiment: Experiment, strategy: Strategy, name: str) -> None:
+    """Refuse an objective that is neither the objective `name` nor derived from it, or that needs another strategy.
 
     Raises:
-        UserError: The message names both objectives.
+        UserError: The message names the objective and what is needed.
     """
-    if not isinstance(experiment.objective, OBJECTIVES.get(name)):
-        given, strategy = experiment.config.objective.get("name"), experiment.config.strategy.get("name")
-        raise UserError(f"objective.name: got '{given}', strategy {strategy} takes {name}, or one that is derived from it")
+    objective = experiment.objective
+    given, ours = experiment.config.objective.get("name"), experiment.config.strategy.get("name")
+    if not isinstance(objective, OBJECTIVES.get(name)):
+        raise UserError(f"objective.name: got '{given}', strategy {ours} takes {name}, or one that is derived from it")
+    if (needed := objective.needed_strategy()) and not isinstance(strategy, STRATEGIES.get(needed)):
+        raise UserError(f"objective.name: '{given}' needs strategy.name={needed}, or one that is derived from it, but got "
+                        f"'{ours}'; change one of the two")  # fmt: skip
 
 
 def counter(experiment: Experiment) -> str:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from fedloom.clients.networks import Model
 from fedloom.clients.objectives import Experiment
-from fedloom.clients.objectives.heterogeneous import ALONE, EXCLUSIVE, FUSED, Heterogeneous
+from fedloom.clients.objectives.heterogeneous import ALONE, EXCLUSIVE
 from fedloom.clients.protocol.messages import MEAN, SITE, TRAIN
 from fedloom.conf.errors import UserError
 from fedloom.conf.sites import Site
@@ -50,8 +50,7 @@ class ByArchitecture(Strategy):
         return baseline(experiment) or self
 
     def check(self, experiment: Experiment) -> None:
-        check_objective(experiment, "heterogeneous")
-        check_partner(experiment, self)
+        check_objective(experiment, self, "heterogeneous")
         groups = [group.name for group in groups_of(experiment)]
         if taken := next((site.name for site in experiment.sites if site.name in groups), ""):
             raise UserError(f"sites: '{taken}' is the name of an architecture in the results; give the site another one")
@@ -138,20 +137,6 @@ def baseline(experiment: Experiment) -> Strategy | None:
     """Return the baseline (`exclusive` or `alone`) that the objective's mode names, or None for other modes."""
     mode = experiment.objective.mode
     return STRATEGIES.get(mode)() if mode in (EXCLUSIVE, ALONE) else None
-
-
-def check_partner(experiment: Experiment, strategy: Strategy) -> None:
-    """Refuse an objective that needs another strategy, since it takes or sends other records (`Heterogeneous.partner`).
-
-    Raises:
-        UserError: The message names both strategies.
-    """
-    objective = experiment.objective
-    partner = (objective.mode == FUSED and objective.partner) if isinstance(objective, Heterogeneous) else ""
-    if partner and not isinstance(strategy, STRATEGIES.get(partner)):
-        given, other = experiment.config.objective.get("name"), experiment.config.strategy.get("name")
-        raise UserError(f"objective.name: '{given}' needs strategy.name={partner}, or one that is derived from it, but got "
-                        f"'{other}'; change one of the two")  # fmt: skip
 
 
 def network_key(group: str) -> str:

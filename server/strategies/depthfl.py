@@ -29,7 +29,7 @@ class DepthFL(ByArchitecture):
     default_objective: ClassVar[str] = "depthfl"
 
     def check(self, experiment: Experiment) -> None:
-        check_objective(experiment, "depthfl")
+        check_objective(experiment, self, "depthfl")
         super().check(experiment)
         for group in groups_of(experiment):
             if not isinstance(group.architecture.build(), ExitNetwork):

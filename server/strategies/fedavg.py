@@ -1,6 +1,7 @@
 """FedAvg at the server (McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data)."""
 
-from fedloom.server.strategies.averaging import STRATEGIES, Averaging
+from fedloom.server.strategies.averaging import Averaging
+from fedloom.server.strategies.base import STRATEGIES
 
 
 @STRATEGIES.register("fedavg")

@@ -41,7 +41,7 @@ class FedProto(Strategy):
         return {PROTOTYPES: Sum(weighted=True)}
 
     def check(self, experiment: Experiment) -> None:
-        check_objective(experiment, "fedproto")
+        check_objective(experiment, self, "fedproto")
         first, *others = groups_of(experiment)
         for one in others:
             if (ours := _shape(one.architecture)) != (theirs := _shape(first.architecture)):

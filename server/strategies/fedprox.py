@@ -1,6 +1,6 @@
 """FedProx at the server (Li et al. 2020, Federated Optimization in Heterogeneous Networks): the same step as FedAvg."""
 
-from fedloom.server.strategies.averaging import STRATEGIES
+from fedloom.server.strategies.base import STRATEGIES
 from fedloom.server.strategies.fedavg import FedAvg
 
 

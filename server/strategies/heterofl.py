@@ -40,7 +40,7 @@ class HeteroFL(InParts):
     default_objective: ClassVar[str] = "heterofl"
 
     def check(self, experiment: Experiment) -> None:
-        check_objective(experiment, "heterofl")
+        check_objective(experiment, self, "heterofl")
         super().check(experiment)
         running = experiment.evaluation.statistics == "running"
         if name := next(

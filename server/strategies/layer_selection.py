@@ -79,7 +79,7 @@ class LayerSelectionStrategy(Strategy):
         return {**own, **others, SELECTED: PerClientSlot()}
 
     def check(self, experiment: Experiment) -> None:
-        check_objective(experiment, "layer_selection")
+        check_objective(experiment, self, "layer_selection")
         if (section := loss_section(experiment.config.training)) != loss_section(TrainingConfig()):
             raise UserError(f"training.loss: got {dict(section)}, but layer selection trains by cross-entropy; leave it out")
         if self.arrival == TOGETHER and experiment.federation.scale_bits < MIN_SCALE_BITS:

@@ -62,7 +62,7 @@ class SumAggregationStrategy(Strategy):
         return {NETWORKS: Sum(summed, resumable=True)} if mode.sums else {}
 
     def check(self, experiment: Experiment) -> None:
-        check_objective(experiment, "sum_aggregation")
+        check_objective(experiment, self, "sum_aggregation")
         if (
             experiment.federation.secure_aggregation
             and mode_of(experiment.objective).subsets

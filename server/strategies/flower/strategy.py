@@ -64,7 +64,7 @@ class FlowerStrategy(Strategy):
         return {NETWORKS: PerClientSlot()}
 
     def check(self, experiment: Experiment) -> None:
-        check_objective(experiment, self.default_objective)
+        check_objective(experiment, self, self.default_objective)
         experiment.common_architecture()
         self._check_options()
         inner, sites = self.fresh(), len(experiment.sites)
