@@ -79,7 +79,7 @@ def answer(message: Message, context: Context) -> Message:
                 _use_threads(threads(job.config.engine.threads))
                 return Message(respond(job), reply_to=message)
     except (Exception, SystemExit) as error:  # a site's own code may call exit
-        return failed(error, message, full=bool(context.node_config.get(SIMULATED)))
+        return failed(error, message, context.node_config)
 
 
 def _use_threads(number: int) -> None:
@@ -114,7 +114,7 @@ def identify(message: Message, context: Context) -> Message:
     who = {key: str(context.node_config[key]) for key in ("site", "partition-id") if key in context.node_config}
     if not who:
         error = UserError("node-config has neither site nor partition-id. Start the node with one of them.")
-        return failed(error, message, full=bool(context.node_config.get(SIMULATED)))
+        return failed(error, message, context.node_config)
     return Message(RecordDict({WHO: ConfigRecord({**who, "protocol": PROTOCOL})}), reply_to=message)
 
 

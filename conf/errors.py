@@ -4,9 +4,11 @@ import difflib
 import errno
 import functools
 import inspect
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
@@ -15,7 +17,8 @@ MOST_NAMES = 40  # names in an error
 MOST_PATH = 200  # characters of a path in an error
 F = TypeVar("F", bound=Callable[..., Any])
 NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)  # whatever the file
+DISK = (*UNWRITABLE, errno.EACCES, errno.EPERM)
 
 
 class UserError(ValueError):
@@ -57,7 +60,25 @@ def of_files(error: OSError) -> str:
     if error.errno in NO_PATH:
         return f"{path or 'a path'}: {error.strerror}; give another path"
     if error.errno in DISK:
-        return f"{path or 'the disk'}: {error.strerror}; free some space or correct the permissions, then resume"
+        hint = "check this disk" if error.errno == errno.EIO else "free some space or correct the permissions"
+        return f"{path or 'the disk'}: {error.strerror}; {hint}, then resume"
+    return ""
+
+
+def of_storage(error: BaseException, folder: Path | None = None) -> str:
+    """Return a line about the OSError behind an error if this machine's storage is at fault; empty for other errors.
+
+    At fault are a full, failing or read-only disk, and a file in `folder`, the run's own, that cannot be read or written.
+    A line about the user's own code, which raised the OSError, comes first.
+    """
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError) and not isinstance(behind, FileNotFoundError):
+            own = folder is not None and behind.filename and Path(os.fsdecode(behind.filename)).is_relative_to(folder)
+            if behind.errno in UNWRITABLE or own:
+                line = of_files(behind) or f"{behind.filename}: {behind.strerror}; correct this, then resume"
+                return f"{error}; {line}" if error.__cause__ is behind else line
+        behind = behind.__cause__ or behind.__context__
     return ""
 
 

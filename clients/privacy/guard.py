@@ -5,6 +5,9 @@ An error's text can contain a path, an environment variable or data. The full te
 
 import logging
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
@@ -19,9 +22,12 @@ from fedloom.clients.protocol.failures import (
 )
 from fedloom.clients.protocol.messages import BLAMED, LOST, SUMMED_BEFORE, UNKNOWN
 from fedloom.clients.training.learner import DivergedError
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import UserError, of_storage
 from fedloom.conf.plugins import place_of
 
+STORAGE = (
+    1001  # code of a simulated site's error: this machine's storage is at fault, not the site. Flower's codes are small
+)
 SIMULATED = "simulated"  # node-config of engines whose sites run on the user's own machines: errors leave in full
 LOG = logging.getLogger("fedloom.site")
 
@@ -31,8 +37,14 @@ _OPTION = re.compile(
 )
 
 
-def failed(error: BaseException, message: Message, full: bool) -> Message:
-    """Return the reply to a message that raised an error. `full`: with the error's text, else without the site's values."""
+def failed(error: BaseException, message: Message, node_config: Mapping[str, Any]) -> Message:
+    """Return the reply to a message that raised an error: in a simulation in full, else without the site's values.
+
+    In a simulation, the reply says if the machine's storage is at fault (STORAGE).
+    """
+    full, store = bool(node_config.get(SIMULATED)), node_config.get("store")
+    if full and (line := of_storage(error, Path(str(store)).parent if store else None)):
+        return Message(Error(STORAGE, line), reply_to=message)
     if isinstance(error, LostStateError):  # the server can repair this
         return Message(RecordDict({LOST: ConfigRecord({"round": error.round})}), reply_to=message)
     if isinstance(error, UnknownConfigurationError):

@@ -53,8 +53,11 @@ def write_bytes(path: Path, content: bytes, durable: bool = True, private: bool 
             if durable:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # a full disk, for example
+            error.filename = str(path)
+        with contextlib.suppress(OSError):  # the first error counts
+            temporary.unlink(missing_ok=True)
         raise
 
 

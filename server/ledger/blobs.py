@@ -23,6 +23,7 @@ _BLOB = re.compile(r"([0-9a-f]{64})\.safetensors")
 _HINTS = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "; free space and run again: what was committed is safe"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; check its permissions"),
+    errno.EIO: "; check this disk, then resume",
 }
 
 

@@ -10,9 +10,12 @@ from typing import Any
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from fedloom.clients.privacy.guard import STORAGE
 from fedloom.clients.protocol.messages import ASK, TRAIN, array_bytes
 from fedloom.clients.protocol.partial_sums import PartialSum
+from fedloom.conf.errors import plain
 from fedloom.conf.sites import Site
+from fedloom.server.ledger.blobs import LedgerError
 from fedloom.server.ledger.ledger import Ledger
 from fedloom.server.rounds.enrolment import POLL_SECONDS, REFRESH_SECONDS, Enrolment, reason_of
 from fedloom.server.rounds.nodes import NONCE, InMemoryBindings, nonce
@@ -109,6 +112,9 @@ class ClientChannel:
 
         Yields:
             A RawReply for each site: its reply, or the reason why it is missing.
+
+        Raises:
+            LedgerError: In a simulation, this machine's storage has failed: no site is at fault.
         """
         absent: list[Site] = []
         message_type = TRAIN if kind == TRAIN else ASK
@@ -165,6 +171,8 @@ class ClientChannel:
         partial = partial_sum(message.metadata.reply_to_message_id) if partial_sum else None
         summed = partial.sizes.get(site.name, 0) if partial is not None else 0
         if message.has_error():
+            if self.simulated and message.error.code == STORAGE:
+                raise LedgerError(plain(message.error.reason or ""))
             self._count(site, 0, summed)
             return RawReply(site, None, reason_of(message))
         self._count(site, 0, array_bytes(message.content) + summed)

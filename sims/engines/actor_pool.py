@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import OutOfDiskError
 
-from fedloom.conf.errors import FailedError
+from fedloom.conf.errors import FailedError, of_storage
 from fedloom.sims.engines.heartbeat import MarkFile, Progress, make
 from fedloom.sims.engines.worker import Worker, WorkerSpec
 
@@ -144,3 +145,16 @@ class ActorPool:
 def first_line(error: Exception) -> str:
     """Return an error's class and the first line of its message."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason'}"
+
+
+def cause_of(error: Exception) -> Exception:
+    """Return the exception that a worker raised, or the error itself if Ray raised it."""
+    cause: Any = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else error
+
+
+def of_disk(error: Exception) -> str:
+    """Return a line about a full or failing disk of this machine, or of Ray's objects; empty for other errors."""
+    if isinstance(error, OutOfDiskError):
+        return f"the disk of Ray's objects is full ({first_line(error)}); free some space, then resume"
+    return of_storage(error)

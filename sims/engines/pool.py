@@ -24,7 +24,7 @@ from ray.exceptions import (
 
 from fedloom.conf.errors import FailedError
 from fedloom.conf.schema import EngineConfig
-from fedloom.sims.engines.actor_pool import ActorHandle, ActorPool, first_line
+from fedloom.sims.engines.actor_pool import ActorHandle, ActorPool, cause_of, first_line, of_disk
 from fedloom.sims.engines.chunks import ChunkPolicy
 from fedloom.sims.engines.codec import PackedSum, size
 from fedloom.sims.engines.heartbeat import SEVERAL
@@ -233,11 +233,12 @@ class Pool:
                 self._homes |= dict.fromkeys((job.site for job in call.jobs), call.member.node)
             for job, reply in zip(call.jobs, result.replies, strict=True):
                 self._finish(job, Outcome(reply, tuple(result.sums)))
+        elif line := of_disk(fault := cause_of(result)):
+            raise FailedError(line)
         elif len(call.jobs) > 1:  # one of the messages is at fault
             self._again(call, call.jobs, alone=True)
         else:
-            cause: Any = getattr(result, "cause", None)  # of a RayTaskError
-            self._finish(call.jobs[0], Outcome(first_line(cause if isinstance(cause, Exception) else result)))
+            self._finish(call.jobs[0], Outcome(first_line(fault)))
 
     def _lose(self, member: ActorHandle, reason: str, late: bool = False) -> None:
         """Handle a lost worker: charge the message that was running, run the others again, and start another worker."""

@@ -8,16 +8,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
-from flwr.app import Context, Message
+from flwr.app import Context, Error, Message
 from ray.exceptions import LocalRayletDiedError, RaySystemError
 
-from fedloom.clients.privacy.guard import failed
+from fedloom.clients.privacy.guard import STORAGE, failed
 from fedloom.clients.protocol.messages import TRAIN
 from fedloom.clients.protocol.partial_sums import PartialSum
 from fedloom.conf import machine
+from fedloom.conf.errors import UserError, of_storage
 from fedloom.sims.engines.adapter import answer, site_context, take_identity
 from fedloom.sims.engines.codec import PackedArrays, PackedSum, Shared, pack, pack_sum, unpack
 from fedloom.sims.engines.heartbeat import NOTHING, SEVERAL, Marker, MarkFile, Progress
@@ -116,12 +118,23 @@ class Worker:
         sums: Sequence[PartialSum] = ()
         if self.combine is not None:
             self._marker.write(call, SEVERAL)
-            replies, sums = self.combine([message for message, _ in asked.values()], replies)
+            replies, sums = self._combined(list(asked.values()), replies)
         replied |= {place: pack(reply) for place, reply in zip(asked, replies, strict=True)}
         packed, places = [pack_sum(sum) for sum in sums], range(len(chunk))
         rest = (time.perf_counter() - begin - sum(self._seconds.values())) / len(chunk)
         seconds = [rest + self._seconds.get(place, 0.0) for place in places]
         return Answers(seconds, [replied[place] for place in places], packed)
+
+    def _combined(
+        self, asked: Sequence[tuple[Message, Context]], replies: list[Message]
+    ) -> tuple[list[Message], Sequence[PartialSum]]:
+        """Add up the replies. If their contributions cannot be stored or read, all become errors of this machine."""
+        assert self.combine is not None
+        try:
+            return self.combine([message for message, _ in asked], replies)
+        except (OSError, UserError) as error:
+            line = of_storage(error, Path(self.recipe.store).parent) or str(error)
+            return [Message(Error(STORAGE, line), reply_to=message) for message, _ in asked], ()
 
     def _in_turn(self, call: int, asked: Mapping[int, tuple[Message, Context]]) -> list[Message]:
         """The replies, in order; fewer than messages if the call is cancelled."""
@@ -141,7 +154,7 @@ class Worker:
         from fedloom.clients.job import moment, read_job
         from fedloom.clients.training.vectorised import same_shape, train_cohort
 
-        messages = [message for message, _ in asked.values()]
+        messages, configs = ([each for each, _ in asked.values()], [context.node_config for _, context in asked.values()])
         if len(messages) == 1 or any(message.metadata.message_type != TRAIN for message in messages):
             return self._in_turn(call, asked)
         self._marker.write(call, SEVERAL)
@@ -155,9 +168,9 @@ class Worker:
             return self._in_turn(call, asked)
         for group, outcomes in trained:
             for place, done in zip(group, outcomes, strict=True):
-                message = messages[place]
+                message, config = messages[place], configs[place]
                 failure = isinstance(done, Exception)
-                replies[place] = failed(done, message, full=True) if failure else Message(done, reply_to=message)
+                replies[place] = failed(done, message, config) if failure else Message(done, reply_to=message)
         return [replies[place] for place in range(len(messages))]
 
     def _fetch(self, shared: Shared) -> PackedArrays:

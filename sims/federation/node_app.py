@@ -24,7 +24,7 @@ def carried(answers: Answer) -> Answer:
             content = unbundled(message.content)
         except Exception:  # bytes from outside
             error = UserError("order: cannot be read; server and site need the same version of fedloom")
-            return failed(error, message, full=False)
+            return failed(error, message, {})
         reply = answers(make_message(message.metadata, content=content), context)
         return reply if reply.has_error() else make_message(reply.metadata, content=bundled_reply(reply.content))
 
