@@ -147,12 +147,14 @@ def earlier_copies(path: Path, config: Config) -> str:
     from fedloom.sims.report.compared import pages_near  # imported only here: `fedloom run` does not need it
 
     own = [str(path / name) for name in TRACKERS if (path / name).is_dir()]
-    named = f" ({', '.join(own)})" if own else ""
-    trackers = f", and trackers' records{named}," if own or config.tracking else ""
-    shown, known = pages_near(path)
-    pages = f" ({', '.join(map(str, shown))})" if shown else " in other folders" if known else ""
-    return (f"Comparison pages written before{pages}{trackers} still show the earlier results: write the pages again"
-            f"{', delete the records' if trackers else ''}.")  # fmt: skip
+    named, tracked = f" ({', '.join(own)})" if own else "", bool(own or config.tracking)
+    shown, elsewhere = pages_near(path)
+    if shown:
+        records, todo = (f", and trackers' records{named},", ", delete the records") if tracked else ("", "")
+        pages = f"Comparison pages written before ({', '.join(map(str, shown))})"
+        return f"{pages}{records} still show the earlier results: write the pages again{todo}."
+    records = f"Trackers' records{named} still show the earlier results: delete the records. " if tracked else ""
+    return f"{records}If a comparison page{' in another folder' if elsewhere else ''} shows this run, write the page again."
 
 
 def _fault(ledger: Ledger, request: str) -> str:

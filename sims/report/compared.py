@@ -24,7 +24,7 @@ def pages_near(run: Path) -> tuple[list[Path], bool]:
     Returns:
         The pages that show the run, and whether it is known of all other pages there that they do not.
     """
-    shown, known, unknown = [], False, False
+    shown, unknown = [], False
     for folder in _folders(run):
         pages = _noted(folder)
         for page in sorted(folder.glob("*.html")):
@@ -33,8 +33,7 @@ def pages_near(run: Path) -> tuple[list[Path], bool]:
                 shown.append(page)
             elif not runs or not all(Path(each).is_dir() for each in runs):  # no note, or a run has moved since
                 unknown = unknown or page.name != REPORT or folder.resolve() != run.resolve()
-            known = known or bool(runs)
-    return shown, known and not unknown
+    return shown, not unknown
 
 
 def _folders(run: Path) -> list[Path]:

@@ -40,7 +40,16 @@ def test_a_request_names_the_pages_that_show_its_run(
     assert sorted(json.loads(notes.read_bytes())) == ["mine.html", "other.html"]
     Path("mine.html").unlink()
     said = fedloom("unlearn", run, TWO)
-    assert "Comparison pages written before in other folders still show the earlier results" in said.out
+    assert said.out.strip().endswith(". If a comparison page in another folder shows this run, write the page again.")
+
+
+def test_without_pages_a_request_does_not_say_that_there_are_some(fedloom: Command, run: Path):
+    said = fedloom("unlearn", run, ONE)
+    assert "still show" not in said.out
+    assert said.out.strip().endswith(". If a comparison page in another folder shows this run, write the page again.")
+    (run / "csv").mkdir()
+    said = fedloom("unlearn", run, TWO)
+    assert f". Trackers' records ({run / 'csv'}) still show the earlier results: delete the records. If a " in said.out
 
 
 def test_pages_of_other_runs_are_not_named_and_those_without_a_note_are_as_before(run: Path, other: Path):
