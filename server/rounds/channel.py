@@ -88,6 +88,12 @@ class ClientChannel:
         """Return the store of the run's contributions on a cluster's nodes (RemoteBlobStore); None without a cluster."""
         return self.grid.parts(run) if self.simulated and hasattr(self.grid, "parts") else None  # type: ignore[attr-defined]
 
+    def begin(self) -> None:
+        """Assign a simulation's nodes to the sites, and wait until its engine can work."""
+        self.enrolment.simulate()
+        if begin := getattr(self.grid, "begin", None):  # only the engines of fedloom have it
+            begin()
+
     def join(self, timeout: float, fewest: int = 0, unneeded: Collection[str] = ()) -> None:
         """Wait until every site is connected; arguments and errors as in server.rounds.enrolment.Enrolment.join."""
         self.enrolment.join(timeout, fewest, unneeded)

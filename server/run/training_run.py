@@ -191,7 +191,7 @@ class TrainingRun:
         members, window = self.state.members(), self.config.federation.window
         if getattr(grid, "simulated", False):
             channel = ClientChannel(grid, members, window)
-            channel.enrolment.simulate()
+            channel.begin()
         else:
             channel = ClientChannel(grid, members, window, self.ledger)
             leaving = {site for request in self.unlearning().under_way() for site in request.sites}

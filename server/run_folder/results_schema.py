@@ -163,7 +163,7 @@ def traffic_of(record: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def seconds_of(records: Iterable[Mapping[str, Any]]) -> float:
-    """Return the wall-clock seconds of all rounds in the records, with those that workers need to start in round 1.
+    """Return the wall-clock seconds of all rounds in the records.
 
     Start-up before round 1, baselines and measurements after the last round do not count.
     """

@@ -98,9 +98,8 @@ def cost_table(groups: Sequence[Group]) -> Table:
         [group.label, _rounds(group), *(amount(group.cost(what), unit) for what, unit in COSTS.items())] for group in groups
     ]
     note = ("Total over all rounds: mean ± standard deviation over runs. Compare seconds only for the same machine, engine "
-            "and load: the wall-clock time of the rounds, without the start-up before them; round 1 includes the start of "
-            "Ray's workers. Peak MB: the server's peak memory, including baselines and, with engine.name=inline, the "
-            "sites.")  # fmt: skip
+            "and load: the wall-clock time of the rounds, without the start-up before them. Peak MB: the server's peak "
+            "memory, including baselines and, with engine.name=inline, the sites.")  # fmt: skip
     return Table("Cost", ["", "rounds", "MB to sites", "MB from sites", "seconds", "peak MB"], rows, note)
 
 

@@ -74,6 +74,9 @@ class LocalGrid(Grid):
         self._numbers = itertools.count(1)
         self._run = Run.create_empty(RUN_ID)
 
+    def begin(self) -> None:
+        """Wait until the engine can work, so that its start counts to no round."""
+
     @abstractmethod
     def submit(self, message: Message) -> None:
         """Queue a message, whose id is set, for its site."""

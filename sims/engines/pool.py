@@ -32,6 +32,7 @@ from fedloom.sims.engines.worker import Answers, Packed, Replied, WorkerSpec
 
 ATTEMPTS = 2
 POLL_SECONDS = 0.1
+START_SECONDS = 30.0  # for the other workers, once one has started
 STOP_SECONDS = 5.0  # for a cancelled call to stop, and then for its worker to end
 DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, OutOfMemoryError)
 
@@ -91,7 +92,7 @@ class Pool:
         self._calls: dict[Any, Call] = {}
         self._done: dict[str, Outcome] = {}
         self._changed = threading.Condition()
-        self._open, self._broken = True, ""
+        self._open, self._broken, self._beginning = True, "", False
         self._thread = threading.Thread(target=self._receive_for_ever, name="fedloom-pool", daemon=True)
         self._thread.start()
 
@@ -105,6 +106,19 @@ class Pool:
         with self._changed:
             self._dispatch()
             self._changed.notify_all()
+
+    def begin(self) -> None:
+        """Wait until all workers have started, or one has and START_SECONDS have passed. Raises FailedError if none can."""
+        with self._changed:
+            self._beginning, until = True, float("inf")
+            while not self._broken and len(ready := self._crew.ready()) < len(self._crew.members):
+                until = min(until, time.monotonic() + START_SECONDS) if ready else until
+                if time.monotonic() > until:
+                    break
+                self._changed.wait(POLL_SECONDS)
+            self._beginning = False
+            if self._broken:
+                raise FailedError(self._broken)
 
     def take(self, wanted: set[str], timeout: float) -> list[tuple[str, Outcome]]:
         """Return new (id, outcome) pairs of these messages, after up to `timeout` s. Raises FailedError without workers."""
@@ -213,7 +227,7 @@ class Pool:
             for reference, result in sorted(results, key=lambda pair: isinstance(pair[1], Exception)):  # successes first
                 if reference in self._calls:
                     self._settle(reference, result)
-            for member, reason in self._crew.look(bool(self._calls or self._queue or self._suspects)):
+            for member, reason in self._crew.look(bool(self._beginning or self._calls or self._queue or self._suspects)):
                 self._lose(member, reason)
             self._stop_late()
             self._dispatch()

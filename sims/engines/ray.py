@@ -61,6 +61,10 @@ class RayGrid(LocalGrid):
         self._received = 0
         self._sums: dict[str, PartialSum] = {}  # by message: the sum with its reply's contribution
 
+    def begin(self) -> None:
+        with under_way("starting workers"):
+            self._pool.begin()
+
     def submit(self, message: Message) -> None:
         key = message.metadata.message_id
         self._messages[key] = message
@@ -136,8 +140,7 @@ def start(config: Config, app: str = CLIENT_APP, combine: str = COMBINE, share: 
         options = {"num_cpus": engine.num_cpus, "num_gpus": engine.num_gpus, "scheduling_strategy": "SPREAD"}
         joined, node_store = "" if config.federation.partial_sums is False else combine, config.federation.node_store
         recipe = WorkerSpec(app, joined, engine.vectorise, sites, str(store), plugins, own_paths(), node_store)
-        with under_way("starting workers"):
-            pool = Pool(recipe, workers, options, engine)
+        pool = Pool(recipe, workers, options, engine)
     except BaseException:
         if own:
             _end()
