@@ -21,6 +21,10 @@ class ExactSumError(ValueError):
     """A tensor that cannot be added exactly. The message has its name and the reason."""
 
 
+class SumOverflowError(ExactSumError):
+    """A state that does not fit into a sum with the others in it. In another order, another state might not fit."""
+
+
 def quantise(state: Mapping[str, Tensor], bits: int) -> State:
     """Return the state as int64 multiples of 2**-bits, rounded to nearest (ties to even), with the same shapes.
 
@@ -178,10 +182,11 @@ class ExactSum:
             return bound
         bound = 0
         for name, tensor in quantised.items():
-            here = _largest(self.totals[name]) if name in self.totals else 0
-            bound = max(bound, here + abs(times) * _largest(tensor))
+            here, alone = _largest(self.totals[name]) if name in self.totals else 0, abs(times) * _largest(tensor)
+            bound = max(bound, here + alone)
             if bound > INT64_MAX:
-                raise ExactSumError(f"tensor '{name}' would overflow the exact sum: use fewer scale_bits than {self.bits}")
+                kind = ExactSumError if alone > INT64_MAX else SumOverflowError
+                raise kind(f"tensor '{name}' would overflow the exact sum: use fewer scale_bits than {self.bits}")
         return bound
 
 

@@ -45,7 +45,7 @@ from fedloom.clients.protocol.messages import (
 from fedloom.clients.protocol.reply_checks import Bounds, ReplyError, check_record, train_numbers
 from fedloom.clients.storage.states import read_state, safetensors_of, staged_file, write_bytes
 from fedloom.conf.schema import Config
-from fedloom.fusion.exact import ExactSum, ExactSumError, dequantise, exact, quantise
+from fedloom.fusion.exact import ExactSum, ExactSumError, SumOverflowError, dequantise, exact, quantise
 from fedloom.fusion.state import State
 
 ONCE, SAMPLES = "once", "samples"  # how often a record counts in its sum
@@ -111,9 +111,9 @@ def combine(
 ) -> tuple[list[Message], list[PartialSum]]:
     """Sum the records of the replies whose orders allow it. Returns the replies, and one sum for each run and round.
 
-    `asked`: the message of each reply. A summed reply retains only METRICS. One that cannot be added becomes an error of its
-    site. Fewer than FEWEST replies are added up only with federation.partial_sums=true. `part`: the node's store of
-    contributions and sums; None: the server's ledger folder.
+    `asked`: the message of each reply. A summed reply retains only METRICS. One with a fault becomes an error of its site;
+    one that does not fit into the sum stays as it is. Fewer than FEWEST replies are added up only with
+    federation.partial_sums=true. `part`: the node's store of contributions and sums; None: the server's ledger folder.
     """
     groups: dict[tuple[str, int, str], dict[int, TaskInstructions]] = {}
     for place, (message, reply) in enumerate(zip(asked, replies, strict=True)):
@@ -159,14 +159,19 @@ class _Sums:
         self.blobs: dict[str, str] = {}
 
     def reply(self, order: TaskInstructions, message: Message, reply: Message) -> Message:
-        """Add one site's reply. Return it without the records, or an error of its site."""
+        """Add one site's reply. Return it without the records; unchanged if these sums overflow; or an error of its site."""
+        fault = ""
+        try:
+            self.add(order, message, reply.content)
+        except SumOverflowError:  # the server's sum may have room for it
+            return reply
+        except (ExactSumError, ReplyError) as error:
+            fault = str(error)
         self.messages.add(message.metadata.message_id)
         if self.config.federation.partial_sums is None:
             self.sizes[self.config.roster[order.site].name] = array_bytes(reply.content)
-        try:
-            self.add(order, message, reply.content)
-        except (ExactSumError, ReplyError) as error:
-            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
+        if fault:
+            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, fault), reply_to=message)
         reply.content = RecordDict({METRICS: reply.content[METRICS]})
         return reply
 

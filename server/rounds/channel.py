@@ -3,7 +3,7 @@
 import itertools
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,11 @@ class ClientChannel:
         return self.enrolment.nodes
 
     @property
+    def in_order(self) -> bool:
+        """Whether the engine answers messages in the order in which they are sent."""
+        return bool(getattr(self.grid, "in_order", False))
+
+    @property
     def adds_up(self) -> bool:
         """Whether workers on this machine can add up replies, unless the configuration says otherwise."""
         return bool(getattr(self.grid, "adds_up", False))
@@ -105,7 +110,9 @@ class ClientChannel:
             self.enrolment.refresh(timeout)
         self._range = nodes if isinstance(nodes, range) else None
 
-    def ask(self, kind: str, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float) -> Iterator[RawReply]:
+    def ask(
+        self, kind: str, orders: Iterable[tuple[Site, RecordDict]], round: int, timeout: float, ordered: bool = False
+    ) -> Iterator[RawReply]:
         """Send each site its order, and yield the replies as they arrive.
 
         After the timeout, remaining orders are cancelled: they no longer run, and late replies do not count.
@@ -115,6 +122,7 @@ class ClientChannel:
             orders: Pairs of a site and its order.
             round: The round's number, for Flower's group id.
             timeout: Seconds to wait for all replies.
+            ordered: Whether to yield the replies in the order of `orders`.
 
         Yields:
             A RawReply for each site: its reply, or the reason why it is missing.
@@ -123,6 +131,7 @@ class ClientChannel:
             LedgerError: In a simulation, this machine's storage has failed: no site is at fault.
         """
         absent: list[Site] = []
+        asked: list[str] = []
         message_type = TRAIN if kind == TRAIN else ASK
 
         def messages() -> Iterator[tuple[Site, Message]]:
@@ -132,11 +141,13 @@ class ClientChannel:
                     if not self.simulated:
                         content[NONCE] = nonce()
                     self._count(site, array_bytes(content), 0)
+                    asked.append(site.name)
                     yield site, Message(content, self.nodes[site.name], message_type, group_id=str(round), ttl=ttl)
                 else:
                     absent.append(site)
 
-        yield from self._exchange(messages(), timeout)
+        replies = self._exchange(messages(), timeout)
+        yield from _in_order(replies, asked) if ordered else replies
         for site in absent:
             yield RawReply(site, None, "not connected")
 
@@ -193,6 +204,17 @@ class ClientChannel:
         cancel: Any = getattr(self.grid, "cancel", None)
         if pending and cancel:
             cancel(list(pending))
+
+
+def _in_order(replies: Iterable[RawReply], asked: Sequence[str]) -> Iterator[RawReply]:
+    """Yield each site's reply in the order of `asked`, which grows meanwhile."""
+    early: dict[str, RawReply] = {}
+    place = 0
+    for reply in replies:
+        early[reply.site.name] = reply
+        while place < len(asked) and asked[place] in early:
+            yield early.pop(asked[place])
+            place += 1
 
 
 def room(content: RecordDict) -> int:

@@ -17,10 +17,10 @@ from fedloom.clients.protocol.messages import TRAIN, to_states
 from fedloom.clients.protocol.partial_sums import SAMPLES, PartialSum
 from fedloom.clients.protocol.reply_checks import Bounds, ReplyError, asked_numbers, check_record, train_numbers
 from fedloom.clients.protocol.signatures import SIGNED, fingerprint, update_payload, verified_signature
-from fedloom.conf.errors import UserError, unknown
+from fedloom.conf.errors import FailedError, UserError, unknown
 from fedloom.conf.randomness import generator
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import ExactSum, ExactSumError, quantise
+from fedloom.fusion.exact import ExactSum, ExactSumError, SumOverflowError, quantise
 from fedloom.fusion.state import State
 from fedloom.server.ledger.slots import Slots, SlotUpdate
 from fedloom.server.rounds.channel import RawReply
@@ -30,6 +30,10 @@ from fedloom.server.rounds.schedules import Participation, Restoration
 from fedloom.server.rounds.view import Setup, View, own
 
 Content = Mapping[str, State] | Callable[[Site], Mapping[str, State]]  # states by record name, for all sites or each
+
+
+class UnorderedError(FailedError):
+    """A sum overflowed, and which site is refused depended on the order of arrival. The round begins again, in order."""
 
 
 class Gathering(Protocol):
@@ -113,6 +117,9 @@ class Transport:
 
     def message(self, text: str) -> None:
         """Show the user a message."""
+
+    def overflowed(self, site: Site, error: SumOverflowError) -> None:
+        """Raise UnorderedError if the round can begin again with the replies in order, since the site's does not fit."""
 
     def enough(self, kind: str, context: "RoundContext", replies: int) -> None:
         """Raise TooFewRepliesError if `replies` good replies are too few for a question of this kind."""
@@ -208,7 +215,7 @@ class RoundContext(View):
             try:
                 yield reply
             except GeneratorExit:  # the method needs no more replies
-                heard = replies + self._apply(kind, reply, mine)
+                heard = replies + self._apply(kind, reply, mine, left=True)
                 self._left += [(kind, heard)] if needed else []
                 raise
             finally:
@@ -235,14 +242,17 @@ class RoundContext(View):
                 question.close()
         self._questions = []
 
-    def _apply(self, kind: str, reply: ClientUpdate, puts: list[SlotUpdate]) -> int:
-        """Apply what was put during a reply, or drop the reply if a sum overflows. Return 1 or 0 replies."""
+    def _apply(self, kind: str, reply: ClientUpdate, puts: list[SlotUpdate], left: bool = False) -> int:
+        """Apply what was put during a reply, or drop the reply if a sum overflows. Return 1 or 0 replies.
+
+        `left`: the method has left the question.
+        """
         if self._abandoned:
             return 0
         try:
             self.slots.put(puts, self.number)
         except ExactSumError as error:
-            self._drop(reply.site, str(error))
+            self._drop(reply.site, str(error) if left else self.reason(reply.site, error))
             return 0
         self._accepted(kind, reply)
         return 1
@@ -278,7 +288,7 @@ class RoundContext(View):
                 else:
                     self._put_all(reply, expected, means)
             except (ReplyError, ExactSumError) as error:
-                self._drop(received.site, str(error))
+                self._drop(received.site, self.reason(received.site, error))
                 continue
             if received.partial is None or not received.partial.node:
                 replies += 1
@@ -419,6 +429,12 @@ class RoundContext(View):
         self.trained.add(site)
         if self.config.privacy.noise and "epsilon" in numbers:
             self.epsilon[site] = numbers["epsilon"]
+
+    def reason(self, site: Site, error: Exception) -> str:
+        """Return why a reply is dropped. Raises UnorderedError if the round begins again instead."""
+        if isinstance(error, SumOverflowError):
+            self._transport.overflowed(site, error)
+        return str(error)
 
     def _drop(self, site: Site, reason: str) -> None:
         self._transport.replied(site, reason)

@@ -10,7 +10,7 @@ from fedloom.clients.protocol.messages import SITE, to_states
 from fedloom.clients.protocol.partial_sums import PartialSum
 from fedloom.clients.protocol.reply_checks import ReplyError, check_record
 from fedloom.conf.errors import FailedError
-from fedloom.fusion.exact import ExactSum, ExactSumError
+from fedloom.fusion.exact import ExactSum, ExactSumError, SumOverflowError
 from fedloom.server.ledger.blobs import NodeLostError
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec
@@ -56,6 +56,8 @@ class Partials:
             try:
                 self._merge(partial)
                 self._found[partial.messages] = ""
+            except SumOverflowError:  # one of its sites is at fault
+                raise
             except (ReplyError, ExactSumError) as error:
                 self._found[partial.messages] = str(error)
         if reason := self._found[partial.messages]:
@@ -73,7 +75,7 @@ class Partials:
             try:
                 self._merge(answer.result(), node=True)
             except (NodeLostError, ReplyError, ExactSumError) as error:
-                reason = str(error)
+                reason = self.context.reason(self._waiting[node][0].site, error)
             yield from ((reply, reason) for reply in self._waiting[node])
 
     def _merge(self, partial: PartialSum, node: bool = False) -> None:

@@ -27,11 +27,11 @@ from fedloom.conf import to_json
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
-from fedloom.fusion.exact import ExactSum
+from fedloom.fusion.exact import ExactSum, SumOverflowError
 from fedloom.server.ledger.blobs import UNREADABLE
 from fedloom.server.ledger.declared import Sum
 from fedloom.server.rounds.channel import ClientChannel, RawReply
-from fedloom.server.rounds.context import Adding, Content, Gathering, RoundContext, Transport
+from fedloom.server.rounds.context import Adding, Content, Gathering, RoundContext, Transport, UnorderedError
 from fedloom.server.rounds.listener import Listener
 from fedloom.server.rounds.participants import Participants
 from fedloom.server.rounds.record_spec import RecordSpec
@@ -63,6 +63,7 @@ class RoundTransport(Transport):
         back: The round to which the run was rolled back: no site has its own state after it. -1: none.
         dropped: By site of this round, why its reply does not count.
         participants: What the server knows about each site.
+        ordered: Whether replies come in the order of the sites, and no worker adds them up: after an overflow.
         digest: The digest of the configuration.
         text: The configuration as a record for sites that lack it.
     """
@@ -75,6 +76,7 @@ class RoundTransport(Transport):
     length: int
     back: int = -1
     dropped: dict[str, str] = field(default_factory=dict)
+    ordered: bool = False
     participants: Participants = field(init=False)
     digest: str = field(init=False)
     text: ArrayRecord = field(init=False)
@@ -131,6 +133,11 @@ class RoundTransport(Transport):
         if reason and len(self.dropped) <= MOST_LINES and DROPOUT not in reason:
             self.message(f"round {self.state.view().round + 1}: {site.name} dropped: {reason}")
 
+    def overflowed(self, site: Site, error: SumOverflowError) -> None:
+        """Raise UnorderedError in a simulation whose replies came in no order, or added up."""
+        if self.channel.simulated and not (self.ordered or self.channel.in_order):
+            raise UnorderedError(f"{site.name} or sites before it: {error}")
+
     def enough(self, kind: str, context: RoundContext, replies: int) -> None:
         """Raise TooFewRepliesError if too few sites have trained."""
         fewest = min(self.config.federation.min_replies, max(1, len(context.participants))) if kind == TRAIN else 1
@@ -178,7 +185,7 @@ class RoundTransport(Transport):
                 asked = [waiting.popleft() for _ in range(len(waiting))]
                 orders = ((site, messages.order(site, lost)) for site, lost in asked)
                 timeout = self.config.federation.timeout
-                yield map(accepted, self.channel.ask(asking.kind, orders, asking.site_round, timeout))
+                yield map(accepted, self.channel.ask(asking.kind, orders, asking.site_round, timeout, self.ordered))
 
         return filter(None, chain.from_iterable(turns()))
 
@@ -194,8 +201,8 @@ class RoundTransport(Transport):
             raise UserError(f"federation.partial_sums: workers add up at most {MOST_RECORDS} records of whole floats, each "
                             "for a slot or a mean, without a check of the method's own. Strategy "
                             f"'{self.config.strategy['name']}' asks for others; set it to false")  # fmt: skip
-        if federation.partial_sums is not None:
-            return federation.partial_sums
+        if self.ordered or federation.partial_sums is not None:
+            return bool(federation.partial_sums) and not self.ordered
         one_sum = len(slots) <= 1 and all(isinstance(slot, Sum) for slot in slots.values())
         simple = one_sum and not federation.clip_change and not federation.secure_aggregation
         return simple and summable and self.channel.adds_up and _from_start(expected, content)

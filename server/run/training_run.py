@@ -23,6 +23,7 @@ from fedloom.server.ledger.database import LEDGER, begun, unlock
 from fedloom.server.ledger.declared import declared_sums
 from fedloom.server.ledger.records import STOPPED
 from fedloom.server.rounds.channel import ClientChannel
+from fedloom.server.rounds.context import UnorderedError
 from fedloom.server.rounds.listener import Listener, StopRun
 from fedloom.server.rounds.loop import RoundLoop, recalibration_round
 from fedloom.server.rounds.schedules import Restoration
@@ -274,9 +275,11 @@ class TrainingRun:
 def one_round(loop: RoundLoop, number: int, restoration: Restoration | None = None) -> dict[str, Any]:
     """Run a round of the strategy (`restoration`: one that restores the aggregate), commit it, and return its record.
 
+    After an overflow, it begins again with the replies in order, so that all engines refuse the same sites.
     Raises TooFewRepliesError if too few sites reply; nothing is committed then.
     """
-    for attempt in range(ATTEMPTS + 1):
+    attempt, loop.transport.ordered = 0, False
+    while True:
         try:
             with loop.round(number, restoration=restoration) as context:
                 loop.state.strategy.round(context)
@@ -284,8 +287,12 @@ def one_round(loop: RoundLoop, number: int, restoration: Restoration | None = No
         except NodeLostError as error:  # a node was lost with a contribution that the round needs; nothing is committed
             if attempt == ATTEMPTS:
                 raise
+            attempt += 1
             loop.listener.message(f"round {number}: {error}; the round begins again")
-    raise AssertionError
+        except UnorderedError as error:
+            loop.transport.ordered = True
+            loop.state.ledger.prune()
+            loop.listener.message(f"round {number}: {error}; the round begins again, and adds up replies one by one")
 
 
 def all_rounds(loop: RoundLoop) -> Iterator[dict[str, Any]]:

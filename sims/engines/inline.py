@@ -17,6 +17,8 @@ from fedloom.sims.engines.share import WHOLE, Share
 class InlineGrid(LocalGrid):
     """A Grid that queues messages. Each pull processes one of them in this process, so replies arrive one by one."""
 
+    in_order = True
+
     def __init__(self, sites: int, store: Path, app: ClientApp = app) -> None:
         super().__init__(sites, store)
         self._app = app
