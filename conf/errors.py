@@ -22,7 +22,12 @@ DISK = (*UNWRITABLE, errno.EACCES, errno.EPERM)
 
 
 class UserError(ValueError):
-    """Bad input. The message says in one line what is wrong, where, and how to correct it."""
+    """Bad input. The message says in one line what is wrong, where, and how to correct it.
+
+    `trace`: the lines of the user's own code that failed, which the command line shows below the message; empty: none.
+    """
+
+    trace = ""
 
 
 class MissingDataError(UserError):

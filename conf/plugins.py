@@ -130,6 +130,12 @@ def place_of(error: BaseException) -> str:
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}" if frames else ""
 
 
+def own_trace(error: BaseException) -> str:
+    """Return an error's traceback, in several lines, with the user's own code only."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _known_code(frame.filename)]
+    return plain("".join([*traceback.format_list(frames), error_summary(error)]), lines=True)
+
+
 def _known_code(file: str) -> bool:
     """Return whether a file belongs to Python, an installed package, or this project."""
     ours = [str(ROOT / room) for room in ROOMS]

@@ -34,6 +34,7 @@ from fedloom.server.run_folder.folder import AGGREGATE, RunFolder
 from fedloom.server.run_folder.layout import RETRAINED
 from fedloom.server.run_folder.results_schema import LOSS, without_values
 from fedloom.server.strategies import slots_of
+from fedloom.server.strategies.base import naming
 from fedloom.server.unlearning.client_erasure import Erasure
 from fedloom.server.unlearning.fulfilment import Unlearning
 
@@ -281,7 +282,7 @@ def one_round(loop: RoundLoop, number: int, restoration: Restoration | None = No
     attempt, loop.transport.ordered = 0, False
     while True:
         try:
-            with loop.round(number, restoration=restoration) as context:
+            with naming(f"in round {number}"), loop.round(number, restoration=restoration) as context:
                 loop.state.strategy.round(context)
             return context.record
         except NodeLostError as error:  # a node was lost with a contribution that the round needs; nothing is committed

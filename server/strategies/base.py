@@ -5,20 +5,25 @@ networks are functions of the slots. So the framework, not the method, does the 
 digests, checks, partial sums, compositions and certificates.
 """
 
+import contextlib
 import re
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from fedloom.clients.objectives import OBJECTIVES, Experiment
-from fedloom.conf.errors import UserError
+from fedloom.conf.errors import FailedError, UserError
+from fedloom.conf.package import NAME
+from fedloom.conf.plugins import error_summary, own_trace, place_of
 from fedloom.conf.registry import Registry
 from fedloom.conf.renamed import OF_STRATEGIES, refuse_renamed
 from fedloom.conf.schema import Config
 from fedloom.server.ledger.declared import PerClientSlot, Slot, Sum
+from fedloom.server.rounds.channel import ClientChannel
 from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.feature_statistics import with_statistics
 from fedloom.server.rounds.privacy import masked
@@ -28,6 +33,40 @@ from fedloom.server.rounds.view import Models, View
 NO_SUMS = {"median": "FedMedian", "coordinate_median": "FedMedian", "trimmed_mean": "FedTrimmedAvg", "krum": "Krum",
            "bulyan": "Bulyan"}  # usual name of a robust aggregation: Flower's class  # fmt: skip
 PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # what a slot's name must match
+
+
+class OwnStrategyError(UserError):
+    """The user's own strategy, or its schedule, failed at the server."""
+
+
+@contextlib.contextmanager
+def naming(when: str = "") -> Generator[None]:
+    """Raise an error of the user's own strategy as OwnStrategyError, which names it. `when`: "in round 3", for example."""
+    try:
+        yield
+    except Exception as error:
+        if (known := named(error, when)) is error:
+            raise
+        raise known from error
+
+
+def named(error: Exception, when: str) -> Exception:
+    """Return an error as OwnStrategyError if the user's own strategy raised it; else return it unchanged."""
+    if isinstance(error, UserError | FailedError):
+        return error
+    for frame in reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]):
+        owner, module = frame.f_locals.get("self"), frame.f_globals.get("__name__", "")
+        ours = module.partition(".")[0] == NAME
+        if isinstance(owner, ClientChannel) or (ours and isinstance(error, OSError)):
+            return error  # of an engine, or of a file of this project
+        if isinstance(owner, Strategy | Schedule) and type(owner).__module__.partition(".")[0] != NAME:
+            kind = "strategy" if isinstance(owner, Strategy) else "schedule"
+            what = f"{kind}: '{type(owner).__module__}:{type(owner).__qualname__}' failed{f' {when}' if when else ''}"
+            cause, then = "; ".join(filter(None, (error_summary(error), place_of(error)))), "resume" if when else "try again"
+            known = OwnStrategyError(f"{what}, in `{frame.f_code.co_name}` ({cause}); correct it, then {then}")
+            known.trace = own_trace(error)
+            return known
+    return error
 
 
 @dataclass(frozen=True)

@@ -187,17 +187,26 @@ def _outcome() -> int:
     except click.ClickException as error:  # a wrong option
         return _say(_of_option(error), error.exit_code)
     except UserError as error:
-        return _say(str(error), 2)
+        return _say(str(error), 2, error.trace)
     except FailedError as error:
         return _say(str(error), 1)
-    except OSError as error:
-        if not (text := of_files(error)):
-            raise
-        return _say(text, 2)
+    except Exception as error:
+        if isinstance(known := _known(error), UserError):
+            return _say(str(known), 2, known.trace)
+        raise
     except SystemExit as error:  # only code from outside calls exit
         return _say(f"code from outside called exit({error.code!r}); committed rounds are saved", 1)
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted; committed rounds are saved in the run's folder", INTERRUPTED)
+
+
+def _known(error: Exception) -> Exception:
+    """Return an error of the disk, or of the user's own strategy, as UserError; else return it unchanged."""
+    if isinstance(error, OSError) and (text := of_files(error)):
+        return UserError(text)
+    from fedloom.server.strategies.base import named  # imported only here: few commands fail so
+
+    return named(error, "")
 
 
 def _say_waiting(runs: Sequence[Path]) -> None:
@@ -220,8 +229,11 @@ def _of_option(error: click.ClickException) -> str:
     return f"{fault} See '{command} --help'" if fault.endswith("?") else f"{fault}; see '{command} --help'"
 
 
-def _say(text: str, code: int) -> int:
+def _say(text: str, code: int, trace: str = "") -> int:
+    """Show an error, and below it the lines of the user's own code that failed, and return the exit code."""
     line = plain(text)  # an error of a user's class may have several lines
     as_json = os.environ.get(VARIABLE) == "json"
     typer.echo(line_of(line, "error") if as_json else f"fedloom: {line}", err=True)
+    if trace and not as_json:
+        typer.echo(trace, err=True)
     return code

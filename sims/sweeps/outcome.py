@@ -1,5 +1,6 @@
 """The outcome of each run of a sweep."""
 
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,8 @@ def attempt(do: Callable[[], Any]) -> str:
     try:
         do()
     except (UserError, FailedError) as error:
+        if isinstance(error, UserError) and error.trace:
+            print(error.trace, file=sys.stderr)
         return plain(str(error))[:MOST_CHARACTERS]
     except Exception as error:
         if isinstance(error, OSError) and (text := of_files(error)):
