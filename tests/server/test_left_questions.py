@@ -9,6 +9,7 @@ from fedloom.clients.objectives import MEAN, SITE
 from fedloom.server.ledger.audit import check
 from fedloom.server.ledger.blobs import NodeLostError
 from fedloom.server.strategies import TRAIN, RecordSpec, RoundContext
+from fedloom.server.strategies.base import OwnStrategyError
 from tests.outside.federated_methods.fedprox import FedProx
 from tests.server.parts import Recorder, folder
 from tests.server.resumes import configured, results, resumed, run
@@ -127,7 +128,7 @@ def test_a_round_that_failed_in_the_middle_leaves_nothing(tmp_path: Path, monkey
     run(whole)
     monkeypatch.setattr(Fails, "broken", True)
     listener = Recorder()
-    with pytest.raises(RuntimeError, match="in the middle"):
+    with pytest.raises(OwnStrategyError, match="in the middle"):
         run(failed, listener)
     assert [record["replies"] for record in listener.records] == [3]
     assert len(listener.replies) == 4  # round 1, and one reply of round 2; the last one was not applied
