@@ -13,6 +13,7 @@ from fedloom.clients.objectives.fedavg import FedAvg
 from fedloom.clients.storage.states import read_state
 from fedloom.fusion.state import State, digest
 from fedloom.server.run_folder.metrics_file import read_metrics
+from fedloom.sims.engines.chunks import ChunkPolicy
 from fedloom.sims.operations.ledger import check
 from fedloom.sims.operations.simulate import simulate
 from tests.server.averages import configured
@@ -48,12 +49,22 @@ def finished(root: Path, name: str, *words: str) -> tuple[str, list[tuple[dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("federation.partial_sums=true",), ("federation.partial_sums=false",)])
-def test_only_the_site_whose_numbers_are_too_large_is_refused_on_every_engine(tmp_path: Path, words: tuple[str, ...]):
+@pytest.mark.parametrize(("words", "calls"), [
+    ((), (3, 3, 2)),  # the large one fits into its call's sum, and then not into the server's
+    ((), (3, 5)),  # it fits into its call's sum, and then others do not
+    (("federation.partial_sums=true",), (3, 3, 2)),
+    (("federation.partial_sums=false", "engine.workers=2"), ()),
+])  # fmt: skip
+def test_only_the_site_whose_numbers_are_too_large_is_refused_on_every_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], calls: tuple[int, ...]
+):
     ray.shutdown()
     inline = finished(tmp_path, "inline", "engine.name=inline")
     assert list(inline[1][0][0]) == ["site-0003"] and inline[1][0][1] == 7
     assert "would overflow the exact sum" in inline[1][0][0]["site-0003"]
-    for workers in (1, 2):
-        other = finished(tmp_path, f"ray-{workers}", "engine.name=ray", f"engine.workers={workers}", *words)
-        assert other[:2] == inline[:2]
+    if calls:
+        sizes = iter(calls)
+        monkeypatch.setattr(ChunkPolicy, "size", lambda self, waiting, size: next(sizes, 1))
+    other = finished(tmp_path, "ray", "engine.name=ray", "engine.workers=1", *words)
+    assert other[:2] == inline[:2]
+    assert not calls or any("the round begins again" in line for line in other[2])
