@@ -30,6 +30,17 @@ STARTED = {
     for others in ("alike", "still")
     for start, initialisation in ((OWN, "own"), (COMMON, "shared"))
 }
+APART, JOINTLY = "apart", "jointly"
+BY_START = {  # rows of --table starts: how the networks are trained, and from which start
+    "trained apart, GroupNorm, own starts": (APART, OWN),
+    "trained apart, GroupNorm, one start": (APART, COMMON),
+    "Eq. 5 jointly, own starts": (JOINTLY, OWN),
+    "Eq. 5 jointly, one start": (JOINTLY, COMMON),
+    "federated, others alike, own starts": ("alike", OWN),
+    "federated, others alike, one start": ("alike", COMMON),
+    "federated, others still, own starts": ("still", OWN),
+    "federated, others still, one start": ("still", COMMON),
+}
 
 Row = tuple[str, str, tuple[str, ...]]  # the row's name, the method, and the path in its summary
 TABLE_1: tuple[Row, ...] = (
@@ -78,7 +89,6 @@ SIZES = {
     "cpu": (_tasks(16, 800), NetworkName("conv6", {"groups": 4}, _form(16)), {"steps": 2000, "batch": 16, "rate": 0.03}),
     "paper": (_tasks(32, 0), NetworkName("vgg16", {"groups": 32}, _form(32)), {"steps": 230_000, "batch": 64, "rate": 0.01}),
 }  # fmt: skip
-STARTS = {OWN: "own starts", COMMON: "one start"}
 DOMAINS = ("mnist", "svhn", "union")
 JOINT_NOTE = (
     "All networks are trained in one process, each step on a batch of each data set. L_agg has squared Frobenius "
@@ -124,12 +134,12 @@ def starts(study: Study) -> list[Part]:
         return [title, *means(results, *((*path, column) for column in DOMAINS))]
 
     rows = []
-    for start, title in STARTS.items():
-        rows.append(row(f"trained apart, GroupNorm, {title}", jointly(study, 2, start=start, strength=0.0), "sum"))
-        rows.append(row(f"Eq. 5 jointly, {title}", jointly(study, 2, start=start), "sum"))
-        for others in ("alike", "still"):
-            runs = summaries(study, f"{others}, {start}")
-            rows.append(row(f"federated, others {others}, {title}", runs, "accuracy", "sum"))
+    for title, (way, start) in BY_START.items():
+        if way in (APART, JOINTLY):
+            strength = {"strength": 0.0} if way == APART else {}
+            rows.append(row(title, jointly(study, 2, start=start, **strength), "sum"))
+        else:
+            rows.append(row(title, summaries(study, f"{way}, {start}"), "accuracy", "sum"))
     network = SIZES[study.preset][1]
     batch = replace(network, options={**network.options, "norm": "batch"})
     baseline = jointly(study, 2, start=OWN, strength=0.0, network=batch)
