@@ -43,7 +43,7 @@ from fedloom.clients.protocol.signatures import MOST_BYTES
 from fedloom.conf.errors import FailedError, UserError, plain
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
-from fedloom.server.rounds.context import Content, RoundContext, Transport
+from fedloom.server.rounds.asking import Content, Round, Transport
 from fedloom.server.rounds.masked_answers import MaskedAnswers, Trained
 from fedloom.server.rounds.masked_replies import content_of, read, read_bytes, read_vector, to_tensor
 from fedloom.server.rounds.record_spec import RecordSpec
@@ -80,7 +80,7 @@ class MaskedExchange:
         check: Raises FailedError if the contributions are not enough. Then no secret is revealed.
     """
 
-    context: RoundContext
+    context: Round
     transport: Transport
     expected: Mapping[str, RecordSpec]
     answers: MaskedAnswers

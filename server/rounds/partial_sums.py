@@ -12,7 +12,7 @@ from fedloom.clients.protocol.reply_checks import ReplyError, check_record
 from fedloom.conf.errors import FailedError
 from fedloom.fusion.exact import ExactSum, ExactSumError, SumOverflowError
 from fedloom.server.ledger.blobs import NodeLostError
-from fedloom.server.rounds.context import RoundContext
+from fedloom.server.rounds.asking import Round
 from fedloom.server.rounds.record_spec import ClientUpdate, RecordSpec
 
 NODES = 16  # nodes that are asked for their sums at once
@@ -31,7 +31,7 @@ class Partials:
         expected: The records that a reply must have.
     """
 
-    context: RoundContext
+    context: Round
     name: str
     means: dict[str, ExactSum]
     expected: Mapping[str, RecordSpec]

@@ -36,7 +36,7 @@ from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import State
 from fedloom.server.ledger.slots import SlotUpdate
-from fedloom.server.rounds.context import Content, RoundContext, Transport
+from fedloom.server.rounds.asking import Content, Round, Transport
 from fedloom.server.rounds.masked_answers import MaskedAnswers
 from fedloom.server.rounds.masked_exchange import MaskedExchange, SummedElsewhereError, WithoutError, those
 from fedloom.server.rounds.masked_replies import shaped
@@ -56,7 +56,7 @@ class SecureAggregation:
         expected: The records that a reply must have.
     """
 
-    context: RoundContext
+    context: Round
     transport: Transport
     expected: Mapping[str, RecordSpec]
 

@@ -18,7 +18,8 @@ from fedloom.server.ledger.blobs import RemoteBlobStore
 from fedloom.server.ledger.declared import Slot, declared_sums
 from fedloom.server.ledger.membership import Membership
 from fedloom.server.ledger.slots import Slots
-from fedloom.server.rounds.context import RoundContext, Transport
+from fedloom.server.rounds.asking import Transport
+from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.feature_statistics import FeatureStatistics
 from fedloom.server.rounds.privacy import hidden
 from fedloom.server.rounds.recalibrated import end, recalibrated

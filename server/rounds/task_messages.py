@@ -25,7 +25,7 @@ from fedloom.clients.storage.states import staged_file, write_private_state
 from fedloom.conf.schema import Config
 from fedloom.conf.sites import Site
 from fedloom.fusion.state import State
-from fedloom.server.rounds.context import Content
+from fedloom.server.rounds.asking import Content
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.schedules import Restoration
 from fedloom.server.rounds.server_state import ServerState

@@ -30,8 +30,8 @@ from fedloom.conf.sites import Site
 from fedloom.fusion.exact import ExactSum, SumOverflowError
 from fedloom.server.ledger.blobs import UNREADABLE
 from fedloom.server.ledger.declared import Sum
+from fedloom.server.rounds.asking import Adding, Content, Gathering, Round, Transport, UnorderedError
 from fedloom.server.rounds.channel import ClientChannel, RawReply
-from fedloom.server.rounds.context import Adding, Content, Gathering, RoundContext, Transport, UnorderedError
 from fedloom.server.rounds.listener import Listener
 from fedloom.server.rounds.participants import Participants
 from fedloom.server.rounds.record_spec import RecordSpec
@@ -89,10 +89,10 @@ class RoundTransport(Transport):
             self.config, self.channel.simulated, lambda sites: self.question(Asking(ENROL, 1, 1), sites, {}), self.message
         )
 
-    # What a round asks (server.rounds.context.Transport)
+    # What a round asks (server.rounds.asking.Transport)
 
     def ask(
-        self, kind: str, context: RoundContext, sites: Sequence[Site], content: Content,
+        self, kind: str, context: Round, sites: Sequence[Site], content: Content,
         expected: Mapping[str, RecordSpec] | None,
     ) -> Iterator[RawReply]:  # fmt: skip
         fails = failing(self.config, context.number, sites) if kind == TRAIN and not context.leaving else {}
@@ -100,12 +100,12 @@ class RoundTransport(Transport):
                         context.restoration, fails)  # fmt: skip
         return self.question(asking, sites, content, expected)
 
-    def masked(self, context: RoundContext, expected: Mapping[str, RecordSpec]) -> Gathering:
+    def masked(self, context: Round, expected: Mapping[str, RecordSpec]) -> Gathering:
         from fedloom.server.rounds.secure_aggregation import SecureAggregation  # imported only here: slow
 
         return SecureAggregation(context, self, expected)
 
-    def partials(self, context: RoundContext, means: dict[str, ExactSum], expected: Mapping[str, RecordSpec]) -> Adding:
+    def partials(self, context: Round, means: dict[str, ExactSum], expected: Mapping[str, RecordSpec]) -> Adding:
         from fedloom.server.rounds.partial_sums import Partials
 
         return Partials(context, self.run, means, expected)
@@ -138,7 +138,7 @@ class RoundTransport(Transport):
         if self.channel.simulated and not (self.ordered or self.channel.in_order):
             raise UnorderedError(f"{site.name} or sites before it: {error}")
 
-    def enough(self, kind: str, context: RoundContext, replies: int) -> None:
+    def enough(self, kind: str, context: Round, replies: int) -> None:
         """Raise TooFewRepliesError if too few sites have trained."""
         fewest = min(self.config.federation.min_replies, max(1, len(context.participants))) if kind == TRAIN else 1
         if replies >= fewest:

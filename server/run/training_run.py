@@ -22,8 +22,8 @@ from fedloom.server.ledger.blobs import NodeLostError
 from fedloom.server.ledger.database import LEDGER, begun, unlock
 from fedloom.server.ledger.declared import declared_sums
 from fedloom.server.ledger.records import STOPPED
+from fedloom.server.rounds.asking import UnorderedError
 from fedloom.server.rounds.channel import ClientChannel
-from fedloom.server.rounds.context import UnorderedError
 from fedloom.server.rounds.listener import Listener, StopRun
 from fedloom.server.rounds.loop import RoundLoop, recalibration_round
 from fedloom.server.rounds.schedules import Restoration

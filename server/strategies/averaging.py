@@ -31,6 +31,7 @@ from fedloom.server.rounds.context import RoundContext
 from fedloom.server.rounds.privacy import may_be_refused
 from fedloom.server.rounds.record_spec import RecordSpec
 from fedloom.server.rounds.view import Models, View
+from fedloom.server.strategies.base import STRATEGIES as STRATEGIES  # methods import both from here
 from fedloom.server.strategies.base import ResidualInfluence, Strategy, check_objective
 
 NETWORKS = "networks"  # the slot

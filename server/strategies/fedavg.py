@@ -1,7 +1,6 @@
 """FedAvg at the server (McMahan et al. 2017, Communication-Efficient Learning of Deep Networks from Decentralized Data)."""
 
-from fedloom.server.strategies.averaging import Averaging
-from fedloom.server.strategies.base import STRATEGIES
+from fedloom.server.strategies.averaging import STRATEGIES, Averaging
 
 
 @STRATEGIES.register("fedavg")

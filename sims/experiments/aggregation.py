@@ -36,8 +36,8 @@ BY_START = {  # rows of --table starts: how the networks are trained, and from w
     "trained apart, GroupNorm, one start": (APART, COMMON),
     "Eq. 5 jointly, own starts": (JOINTLY, OWN),
     "Eq. 5 jointly, one start": (JOINTLY, COMMON),
-    "federated, others alike, own starts": ("alike", OWN),
-    "federated, others alike, one start": ("alike", COMMON),
+    "federated, others alike, own starts": ("alike", OWN),  # plain: ignore
+    "federated, others alike, one start": ("alike", COMMON),  # plain: ignore
     "federated, others still, own starts": ("still", OWN),
     "federated, others still, one start": ("still", COMMON),
 }

@@ -26,8 +26,8 @@ from fedloom.fusion.exact import ExactSum
 from fedloom.fusion.state import State, digest
 from fedloom.server.evaluation.evaluator import Evaluator
 from fedloom.server.ledger import Ledger
+from fedloom.server.rounds.asking import Adding, Transport
 from fedloom.server.rounds.channel import ClientChannel, RawReply
-from fedloom.server.rounds.context import Adding, Transport
 from fedloom.server.rounds.loop import RoundLoop
 from fedloom.server.rounds.partial_sums import Partials
 from fedloom.server.rounds.schedules import Participation
