@@ -29,7 +29,7 @@ class UnorderedError(FailedError):
 
 
 class Round(View):
-    """One round: its number and sites, and what is known of the sites' replies."""
+    """One round: its number and sites, and the facts from the sites' replies."""
 
     def __init__(
         self, setup: Setup, slots: Slots, participation: Participation, number: int, transport: "Transport"

@@ -20,6 +20,7 @@ from fedloom.clients.data.standardise import (
     standardised,
     sums_of,
 )
+from fedloom.clients.evaluation.questions import answer_question
 from fedloom.clients.job import Job
 from fedloom.clients.networks import HeadView
 from fedloom.clients.objectives import resolve
@@ -29,7 +30,6 @@ from fedloom.clients.protocol.failures import RefusedError
 from fedloom.clients.protocol.messages import ASK, METRICS, TaskInstructions, read_order, to_arrays, to_states
 from fedloom.clients.storage.states import read_state
 from fedloom.clients.storage.store import SiteStore
-from fedloom.clients.work import answer_question
 from fedloom.conf import Config, UserError
 from fedloom.conf.loading import load_text
 from fedloom.fusion.state import digest
