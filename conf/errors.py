@@ -107,8 +107,11 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
 
 
 def listed(name: str, known: Iterable[str]) -> str:
-    """Return the known names as a text with commas; of over MOST_NAMES, only those similar to `name`, and the total."""
-    names = sorted(known)
+    """Return the known names as a text with commas; of over MOST_NAMES, only those similar to `name`, and the total.
+
+    Without names, it is "none".
+    """
+    names = sorted(known) or ["none"]
     if len(names) > MOST_NAMES:
         names = [*sorted(difflib.get_close_matches(name, names, 8, 0.3)), f"{len(names)} in all"]
     return ", ".join(names)

@@ -113,7 +113,8 @@ class Registry(Generic[T]):
         try:
             return build(self.get(name, where), options, where)
         except UnknownKeyError as error:
-            raise error if error.near else self._of_others(name, error, where) or error from None
+            better = None if error.near else _undeclared(name, entry, error) or self._of_others(name, error, where)
+            raise better or error from None
 
     def _of_others(self, name: str, error: UnknownKeyError, where: str) -> UserError | None:
         """Return an error that names the classes of this project with an unknown option, or None."""
@@ -132,3 +133,12 @@ class Registry(Generic[T]):
         what = f"the class {entry.__name__}" if isinstance(entry, type) else f"of the type {type(entry).__name__}"
         takes = f"a dataclass derived from {self.base.__module__}.{self.base.__name__}" if self.base else "a dataclass"
         return UserError(f"{where or self.kind}.name: '{name}' is {what}, takes {takes}")
+
+
+def _undeclared(name: str, entry: type, error: UnknownKeyError) -> UserError | None:
+    """Return an error for a user's class that only inherits from a dataclass: its own lines do not count as options."""
+    if "__dataclass_fields__" in vars(entry):
+        return None
+    option = error.key.rpartition(".")[2]
+    how = f"write @dataclass(frozen=True, eq=False) above the class, and '{option}: TYPE = DEFAULT' as one of its lines"
+    return UserError(f"{error.key}: the class {name} declares no such option; {how}")

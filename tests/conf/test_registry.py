@@ -68,6 +68,13 @@ class Plain:
     pass
 
 
+class Undeclared(Kind):
+    power: int = 2
+
+    def doubled(self):
+        return 2 * self.number
+
+
 @dataclass(frozen=True)
 class Checked(Theirs):
     def __post_init__(self):
@@ -134,6 +141,12 @@ def test_only_classes_of_this_project_are_shipped(package: Path, monkeypatch: py
         ({}, r"^strategy\.name: missing \(one of: lost, ours, theirs, twice\)$"),
         ({"name": "ous"}, r"^unknown strategy 'ous'; did you mean 'ours'\? \(known: lost, ours, theirs, twice\)$"),
         ({"name": "their"}, r"^unknown strategy 'their'; did you mean 'theirs'\?"),
+        (
+            {"name": "my_method:Undeclared", "power": 3},
+            r"^strategy\.power: the class my_method:Undeclared declares no such option; write @dataclass\(frozen=True, "
+            r"eq=False\) above the class, and 'power: TYPE = DEFAULT' as one of its lines$",
+        ),
+        ({"name": "my_method:Undeclared", "numbr": 3}, r"did you mean 'strategy\.number'\?"),
         ({"name": 3}, r"^unknown strategy '3'"),
         ({"name": None}, r"^unknown strategy 'None'"),
         (
