@@ -134,15 +134,16 @@ class _Measured:
 def _name(network: nn.Module, depth: NetworkName, into: NetworkName) -> NetworkName:
     """Return the name that builds the fused network: the family of `depth`, with options of `depth` or `into`, or a bias."""
     shapes = {key: tensor.shape for key, tensor in network.state_dict().items()}
-    linear = [shape[0] for key, shape in shapes.items() if len(shape) == 2]
-    widths = {**depth.options, **({"widths": linear[:-1]} if "widths" in depth.options else {})}
+    layers = [shape[0] for shape in shapes.values() if len(shape) > 1]  # outputs of linear layers and convolutions
+    widths = {**depth.options, **({"widths": layers[:-1]} if "widths" in depth.options else {})}
     choices = [{**options, **bias} for bias in ({}, {"bias": True}) for options in (depth.options, into.options, widths)]
     for name in (replace(depth, options=options) for options in choices):
         with suppress(UserError):
             if {key: tensor.shape for key, tensor in name.build().state_dict().items()} == shapes:
                 return name
-    raise UserError(f"the fused network has the layers of {depth.name} and the widths of {into.name}. No named network has "
-                    "both, so its file could not be loaded; leave --depth out")  # fmt: skip
+    what = f"the fused network has the layers of {depth.name} and the widths of {into.name}"
+    raise UserError(f"{what}. No named network has both, so its file could not be loaded; "
+                    "use one file for --into and --depth, or fedloom.fuse in Python")  # fmt: skip
 
 
 def _check_answers(paths: Sequence[Path], names: Sequence[NetworkName], domain: str) -> None:

@@ -31,6 +31,8 @@ FILES = {
     "n34": ("resnet34:width=0.125,norm=none", 8, 1),
     "v11": ("vgg11:width=0.0625,norm=batch", 32, 1),
     "v13": ("vgg13:width=0.125,norm=batch", 32, 1),
+    "c2": ("convnet:widths=[8,12]", 8, 1),
+    "c3": ("convnet:widths=[6,10,12]", 8, 1),
     "big": ("mlp:widths=[8,6]", 16, 1),
     "colour": ("mlp:widths=[8,6]", 8, 3),
 }
@@ -158,6 +160,13 @@ def test_other_depth_than_widths(weave, folder):
     network, name = load_network(folder / "made.safetensors")
     assert (code, name.name, name.options["width"]) == (0, "vgg13", 0.0625)
     assert network.get_parameter("head.weight").shape == (10, 32)
+
+
+def test_convolutions_with_widths_of_one_file_and_layers_of_another(weave, folder):
+    code, *_ = weave("fuse", "c2", "c3", "--into", "1", "--depth", "2", *GIVEN, "--out", "made.safetensors")
+    network, name = load_network(folder / "made.safetensors")
+    assert (code, name.name, name.options["widths"][0], len(name.options["widths"])) == (0, "convnet", 8, 3)
+    assert network.get_parameter("head.weight").shape == (10, 12)
 
 
 def test_accuracies_weights_and_report(weave, folder):
@@ -350,7 +359,10 @@ BAD = [
     (["fuse", "r18", "r34", "--into", "1", "--reference"], "'head' has a bias, and the widths differ at "),
     (["fuse", "r18", "r34", "--into", "1", "--width", "1.3"], "--width 1.3: no named network has 1.3 times the channels"),
     (["fuse", "v11", "v13", "--into", "1"], "cannot be merged into the next one"),
-    (["fuse", "r18", "r34", "--into", "1", "--depth", "2"], "No named network has both"),
+    (
+        ["fuse", "r18", "r34", "--into", "1", "--depth", "2"],
+        "use one file for --into and --depth, or fedloom.fuse in Python",
+    ),
 ]
 
 
