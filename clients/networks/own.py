@@ -248,7 +248,11 @@ def _forward(
         with torch.no_grad():
             return module(inputs)
     except (Exception, SystemExit) as error:
-        hint = "; data.size and data.grey change their shape" if form.kind == IMAGE else "; it must take these inputs"
+        hint = (
+            "; data.size and data.grey (fuse, align: --size, --grey) change their shape"
+            if form.kind == IMAGE
+            else "; it must take these inputs"
+        )
         hint = "; forward must take the inputs as its only argument" if "positional" in str(error) else hint
         raise spec.refused(f"fails on {form}{mode} ({error_summary(error)}){hint}") from error
     finally:

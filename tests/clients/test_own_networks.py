@@ -262,7 +262,11 @@ def test_a_network_that_is_another_one_each_time_it_is_made_is_refused():
             r"returns \[2, 7\] for 2 examples \(images of 1 x 8 x 8\), must return \[2, 10\]; add a parameter `classes`",
         ),
         ("pair", [], r"returns a tuple for 2 examples"),
-        ("colour", [], r"fails on images of 1 x 8 x 8 \(RuntimeError: .*3 channels.*\); data\.size and data\.grey"),
+        (
+            "colour",
+            [],
+            r"fails on images of 1 x 8 x 8 \(RuntimeError: .*3 channels.*\); data\.size and data\.grey \(fuse, align: --",
+        ),
         ("nothing", [], r"returned a NoneType; it must return a torch\.nn\.Module"),
         ("failing", [], r"network: 'my_package.nets:failing' failed \(RuntimeError: no weights here\)"),
         ("kept", ["network.kind=bool", "network.fill=1"], r"'extractor\.mask' of the type torch\.bool, .*persistent=False"),
