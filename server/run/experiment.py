@@ -12,7 +12,6 @@ from flwr.serverapp import Grid
 
 from fedloom.clients.data import remarks
 from fedloom.clients.data.own import digests, encoding_of
-from fedloom.clients.objectives import objective_of
 from fedloom.clients.protocol.packing import NONE
 from fedloom.clients.training.checks import start_notes
 from fedloom.clients.training.torch_setup import ordinary
@@ -35,6 +34,7 @@ from fedloom.server.run.training_run import TrainingRun, open_ledger
 from fedloom.server.run_folder.folder import SUMMARY, RunFolder, read_config, refuse_existing
 from fedloom.server.run_folder.layout import FINISHED
 from fedloom.server.run_folder.scores import SCORES
+from fedloom.server.strategies.defaults import mode_in_tables
 from fedloom.server.unlearning.client_erasure import outstanding
 
 
@@ -223,7 +223,7 @@ def head(config: Config, ledger: Ledger | None = None) -> dict[str, Any]:
     last = ledger.last_round() if ledger else None
     return {
         "experiment": config.experiment,
-        "method": "/".join(filter(None, (config.strategy["name"], objective_of(config).mode))),
+        "method": "/".join(filter(None, (config.strategy["name"], mode_in_tables(config)))),
         "seed": config.seed,
         "rounds": max(config.rounds, last.round) if last else config.rounds,
         "engine": config.engine.name,

@@ -13,6 +13,7 @@ from fedloom.server.evaluation.evaluator import has_data
 from fedloom.server.evaluation.per_client_metrics import at_sites, costs, different_networks
 from fedloom.server.run.final_evaluation import Measured, NetworkScores, common_names
 from fedloom.server.run.training_run import TrainingRun
+from fedloom.server.strategies.defaults import mode_in_tables
 
 
 def scores(method: TrainingRun, models: Sequence[Model | None], users: Sequence[Sequence[Site]]) -> list[NetworkScores]:
@@ -86,5 +87,7 @@ def _of_different_networks(method: TrainingRun) -> dict[str, Any]:
     classes = method.evaluator.metrics.kind == CLASS
     if method.config.evaluation.where != "server" or not different_networks(method.config, sites) or not classes:
         return {}
-    models, name = method.state.models(), method.experiment.objective.mode
-    return {"at_sites": {name: at_sites(method.evaluator, sites, models)}, "costs": costs(method.evaluator, sites, models)}
+    models = method.state.models()
+    known = at_sites(method.evaluator, sites, models)  # empty if the server has no networks
+    return {"at_sites": {mode_in_tables(method.config): known} if known else {},
+            "costs": costs(method.evaluator, sites, models)}  # fmt: skip

@@ -99,6 +99,11 @@ class Strategy(ABC):
         """Options of the objective that follow from this strategy's options, by name."""
         return {}
 
+    @classmethod
+    def listed_as(cls, mode: str) -> str:
+        """Return what tables call this method with this mode of the objective."""
+        return mode
+
     def resolve(self, experiment: Experiment) -> "Strategy":
         """Return the strategy to run: this one, or another one that implements the configured mode."""
         return self

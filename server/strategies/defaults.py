@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedloom.clients.objectives import OBJECTIVES
+from fedloom.clients.objectives import OBJECTIVES, objective_of
 from fedloom.conf.errors import UserError, say_dropped
 from fedloom.conf.loading import is_shipped, load
 from fedloom.conf.schema import Config
@@ -55,6 +55,12 @@ def with_default_objective(config: Config, overrides: Sequence[str] = (), shippe
         )
     _check_half(config, "objective", "strategy")
     return config
+
+
+def mode_in_tables(config: Config) -> str:
+    """Return the objective's mode, or what the strategy calls it in tables."""
+    name, mode = config.strategy["name"], objective_of(config).mode
+    return STRATEGIES.get(name).listed_as(mode) if STRATEGIES.shipped(name) else mode
 
 
 def _strategy(config: Config) -> Strategy:

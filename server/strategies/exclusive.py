@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fedloom.clients.objectives.heterogeneous import ALONE, EXCLUSIVE, FUSED
 from fedloom.clients.protocol.messages import SITE, TRAIN
 from fedloom.fusion.state import State
 from fedloom.server.rounds.context import RoundContext
@@ -18,6 +19,10 @@ from fedloom.server.strategies.by_architecture import ByArchitecture, averaged, 
 class Exclusive(ByArchitecture):
     """FedAvg (McMahan et al. 2017, Alg. 1) among the sites with one architecture: sum n_k w_k / sum n_k."""
 
+    @classmethod
+    def listed_as(cls, mode: str) -> str:
+        return EXCLUSIVE if mode == FUSED else mode
+
     def combined(self, view: View) -> Mapping[str, State]:
         return {mean.group.name: mean.state for mean in averaged(view)}
 
@@ -26,6 +31,10 @@ class Exclusive(ByArchitecture):
 @dataclass(frozen=True)
 class Alone(ByArchitecture):
     """Every site trains its own network, from its own start, without any exchange."""
+
+    @classmethod
+    def listed_as(cls, mode: str) -> str:
+        return ALONE if mode == FUSED else mode
 
     def round(self, context: RoundContext) -> None:
         ask_alone(context)

@@ -51,6 +51,20 @@ def test_its_baselines_bring_no_architectures_together(tmp_path):
     assert all(same(states[0].state(name), states[1].state(name)) for name in ("aggregate", SHALLOW, MIDDLE))
 
 
+@pytest.mark.parametrize("name, mode", [("alone", "alone"), ("exclusive", "exclusive"), ("heterofl", "fused")])
+def test_a_baseline_is_listed_by_its_own_name(tmp_path, name, mode):
+    objective = "objective={name: heterofl}" if name == "heterofl" else "objective={name: heterogeneous}"
+    found = run(configured(tmp_path, f"strategy={{name: {name}}}", objective, "rounds=1")).summary
+    assert (found["method"], list(found["at_sites"])) == (f"{name}/{mode}", [mode])
+
+
+def test_fedproto_has_no_table_of_networks_that_the_server_lacks(tmp_path):
+    words = ("strategy={name: fedproto}", "objective={name: fedproto}", "rounds=1")
+    sites = WIDTHS.replace("[3, 2]", "[5, 4]")
+    found = run(configured(tmp_path, *words, sites=sites)).summary
+    assert (found["at_sites"], found["costs"]) == ({}, {}) and "personal" in found["accuracy"]
+
+
 def test_inco_changes_the_layers_that_not_all_have_and_no_others(tmp_path):
     with method_of(run(configured(tmp_path, "strategy={name: inco}", "rounds=1")).config) as method:
         view, strategy = method.state.view(), method.state.strategy
