@@ -16,6 +16,7 @@ from fedloom.sims.sweeps.names import text_of
 
 MOST_PAIRED = 6  # up to so many rows, every pair is compared; else each row with the first
 ONE_SEED = "One seed cannot show whether a difference is more than chance; run several seeds"
+OTHER_SEEDS = "The rows have different seeds: compare them by paired differences, over common seeds"
 COSTS = {"bytes_to_sites": 1e6, "bytes_from_sites": 1e6, "seconds": 1.0, "peak_memory": 1e6}  # and their units
 MAX_VALUE = 60  # characters of a value in a table
 
@@ -51,6 +52,8 @@ def accuracy_rows(groups: Sequence[Group]) -> Table:
     note = f"{unit}: mean ± sample standard deviation over the seeds.{few}"
     if len(groups) > 1 and len({seed for group in groups for seed in group.seeds}) == 1:
         note = f"{unit}. {ONE_SEED}.{few}"
+    elif len({frozenset(group.seeds) for group in groups}) > 1:
+        note += f" {OTHER_SEEDS}."
     return Table(f"Test {metric.title}", ["", "seeds", *shown, UNION], rows, note)
 
 
@@ -99,7 +102,8 @@ def cost_table(groups: Sequence[Group]) -> Table:
     ]
     note = ("Total over all rounds: mean ± standard deviation over runs. Compare seconds only for the same machine, engine "
             "and load: the wall-clock time of the rounds, without the start-up before them. Peak MB: the server's peak "
-            "memory, including baselines and, with engine.name=inline, the sites.")  # fmt: skip
+            "memory, including baselines, with engine.name=inline the sites, and what earlier runs of its process left "
+            "(--parallel 1).")  # fmt: skip
     return Table("Cost", ["", "rounds", "MB to sites", "MB from sites", "seconds", "peak MB"], rows, note)
 
 

@@ -172,6 +172,19 @@ def test_of_one_seed_nothing_is_judged(fedloom: Command, swept: Path, tmp_path: 
     assert message not in fedloom("compare", swept).out
 
 
+def test_rows_with_different_seeds_are_not_compared_by_their_means(fedloom: Command, swept: Path):
+    first, second = sorted(swept.glob("*rate=0.01-*")), sorted(swept.glob("*rate=0.1-*"))
+    note = "The rows have different seeds: compare them by paired differences, over common seeds."
+    assert note in fedloom("compare", *first, second[0]).out
+    apart = fedloom("compare", first[0], second[1]).out
+    assert note in apart and "rate=0.1 minus mode=exact, rate=0.01" not in apart
+    assert note not in fedloom("compare", swept).out
+
+
+def test_the_page_says_that_a_process_with_several_runs_has_one_memory(fedloom: Command, swept: Path):
+    assert "and what earlier runs of its process left (--parallel 1)." in fedloom("compare", swept).out
+
+
 def test_what_cannot_be_compared_is_reported(fedloom: Command, swept: Path, run: Path):
     other = run.with_name("other")
     shutil.copytree(run, other)
