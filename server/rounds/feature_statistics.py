@@ -134,8 +134,11 @@ class FeatureStatistics:
         new = [site for site in context.participants if not self.slots.has(STATISTICS, site.name)]
         if not new:
             return
-        expected = {site.name: self._expected(site, context.most_samples(site)) for site in new}
-        for reply in context.ask(STATISTICS, {}, lambda site: expected[site.name], new, metrics=["samples"], needed=False):
+
+        def expected(site: Site) -> dict[str, RecordSpec]:
+            return self._expected(site, context.most_samples(site))  # raises ReplyError for a site that did not enrol
+
+        for reply in context.ask(STATISTICS, {}, expected, new, metrics=["samples"], needed=False):
             self.slots.arriving[reply.site.name] = reply[STATISTICS]
         silent = {site.name for site in new} - self.slots.arriving.keys()
         context.participants = [site for site in context.participants if site.name not in silent]

@@ -162,6 +162,19 @@ def test_its_replies_are_dropped_until_it_has(tmp_path: Path):
     assert [json.loads(line)["dropped"] for line in lines] == [{"site-0001": message}, {}]
 
 
+def test_a_site_that_cannot_read_its_table_is_dropped_and_the_others_train(tmp_path: Path):
+    form = ["data.form={kind: features, task: class, shape: [2]}", "data.classes=2"]  # data.standardise=sites asks first
+    config = federated(tmp_path, *form, "network={name: mlp, widths: [4]}", "federation.min_replies=1")
+    grid = OwnGrid(3, store_folder(config))
+    for place, head in enumerate(("age,dose,sick", "1,2,0", "age,dose,sick")):
+        (tmp_path / f"{place}.csv").write_text(f"{head}\n" + "".join(f"{row},{row % 7},{row % 2}\n" for row in range(40)))
+    grid.domains = tuple(f"table:{tmp_path}/{place}.csv?target=sick" for place in range(3))
+    assert run_experiment(grid, config, LogListener())["status"] == "finished"
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    dropped = json.loads(line)["dropped"]
+    assert list(dropped) == ["site-0001"] and dropped["site-0001"].startswith("it did not enrol: UserError")
+
+
 def test_a_site_has_no_more_names_than_outputs_and_few_columns():
     roll = ClientMetadata()
     many = answered(0, 20, tuple(f"c{number}" for number in range(50_000)))
