@@ -207,13 +207,19 @@ def _quoting(table: Any) -> str:
     return " Write , & : | % in a name as %2C %26 %3A %7C %25." if odd else ""
 
 
+def _heading(table: Any) -> str:
+    """Return a hint if a name of a column is a number, as in a file without a line of names; else nothing."""
+    numbers = any(re.fullmatch(r"-?\d+([.,]\d+)?", str(name).strip()) for name in table.columns)
+    return " If its first line is data, add a line with the columns' names before it." if numbers else ""
+
+
 def _check(table: Any, columns: list[str], key: str, only: list[str] | None = None) -> None:
     """Raise ValueError for a column that the table does not have, or that is not in `only`."""
     for name in columns:
         if name not in table.columns:
             near = nearest(name, table.columns)
             hint = f"; did you mean '{plain(near)}'?" if near else "."
-            has = f"It has {plain(listed(name, table.columns))}.{_quoting(table)}"
+            has = f"It has {plain(listed(name, table.columns))}.{_quoting(table)}{_heading(table)}"
             raise ValueError(f"has no column '{plain(name)}' ({key}){hint} {has}")
         if only is not None:
             raise ValueError(f"'{plain(name)}' is in categories, but not in features; add it to features, or remove it")

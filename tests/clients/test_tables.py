@@ -120,6 +120,12 @@ def test_a_table_with_another_separator_is_refused(tmp_path: Path):
         find(f"table:{tmp_path}/odd.csv?target=sick")
 
 
+def test_a_file_without_a_line_of_names_is_named_as_such(tmp_path: Path):
+    (tmp_path / "bare.csv").write_text("71,1.5,yes\n64,2.5,no\n" * 20, encoding="utf-8")
+    with pytest.raises(UserError, match="If its first line is data, add a line with the columns' names before it"):
+        find(f"table:{tmp_path}/bare.csv?target=sick")
+
+
 def test_listed_categories_have_a_column_where_no_row_has_the_value(tmp_path: Path):
     domain = find(written(tmp_path) + "?target=sick&features=smoker&categories=smoker:never|no|former|yes")
     assert domain.schema.columns == tuple(f"smoker={value}" for value in ("never", "no", "former", "yes"))
