@@ -8,7 +8,7 @@ import numpy as np
 from fedloom.clients.data.domains import DOMAINS, Place, find, locate
 from fedloom.clients.data.form import IMAGE, KINDS, TOKENS, Form
 from fedloom.clients.data.found import asking
-from fedloom.clients.data.schema import IMAGES, NEXT, TASKS, Schema, categories_of
+from fedloom.clients.data.schema import IMAGES, NEXT, TASKS, Schema, categories_of, without_of
 from fedloom.clients.data.variants import domain_specs
 from fedloom.conf.errors import UserError, unknown
 from fedloom.conf.schema import Config, DataConfig
@@ -112,8 +112,14 @@ def check_forms(config: Config) -> None:
     schema = schema_of(config, spec)
     for name, other in others:
         if difference := schema.difference(schema_of(config, other)):
-            listed = categories_of([schema_of(config, each).columns for each in specs.values()])
+            tables = [schema_of(config, each).columns for each in specs.values()]
+            listed, without = categories_of(tables), without_of(tables) if all(tables) else ""
             hint = f" Write {asking(spec.domain, listed[1:])} in the domain of each site." if listed else ""
+            hint += (
+                f" Write {asking(spec.domain, without[1:])} in the domain of each site with such a column."
+                if without
+                else ""
+            )
             raise UserError(f"sites: {first} and {name} have different examples, {difference}. All sites of a run take the "
                             f"same inputs and targets.{hint}")  # fmt: skip
     if schema.kind != IMAGE:

@@ -12,6 +12,7 @@ TASKS = (CLASS, MULTILABEL, REGRESSION, NEXT)
 IGNORED = -100  # the target of a step that does not count, such as padding
 HIDDEN = "hidden "  # begins the names of categories' values that a site does not disclose
 MOST_LISTED = 100  # values of a category in a message
+MOST_LACKING = 5  # columns in a message that only some tables have
 BYTE, WORD, UNIT = 255, 65_535, 1  # the brightest level of images: 8 bits, 16 bits, floats from 0 to 1
 
 
@@ -58,17 +59,31 @@ def categories_of(tables: Sequence[Sequence[str]]) -> str:
     """
     values = [{(name, value) for name, is_value, value in (column.partition("=") for column in table) if is_value}
               for table in tables]  # fmt: skip
-    union = sorted(set().union(*values))
-    differing = {name for name, value in union if any((name, value) not in table for table in values)}
+    union, lacking = sorted(set().union(*values)), columns_lacking(tables)
+    differing = {name for name, value in union if any((name, value) not in table for table in values)}.difference(lacking)
     parts = []
     for name in sorted(differing):
         named = [value for other, value in union if other == name]
-        can_list = len(named) <= MOST_LISTED and all(
-            value and not set(value) & set(",|&+%#;") and not value.startswith(HIDDEN) and value == value.strip()
-            for value in named
-        )
+        can_list = len(named) <= MOST_LISTED and all(_plain(value) and not value.startswith(HIDDEN) for value in named)
         parts.append(f"{name}:{'|'.join(named)}" if can_list else f"{name}:#16")
     return f"?categories={','.join(parts)}" if parts else ""
+
+
+def columns_lacking(tables: Sequence[Sequence[str]]) -> list[str]:
+    """Return the columns that some of these tables have and others lack. Arguments as `categories_of`."""
+    names = [{column.partition("=")[0] for column in table} for table in tables]
+    return sorted(set().union(*names) - set.intersection(*names)) if names else []
+
+
+def without_of(tables: Sequence[Sequence[str]]) -> str:
+    """Return the option `?without=` with which these tables have the same columns; empty if it would not be a short one."""
+    names = columns_lacking(tables)
+    return f"?without={','.join(names)}" if 0 < len(names) <= MOST_LACKING and all(map(_plain, names)) else ""
+
+
+def _plain(text: str) -> bool:
+    """Return whether a name can stand in a domain's options as it is."""
+    return bool(text) and not set(text) & set(",|&+%#;") and text == text.strip()
 
 
 def hidden_categories(columns: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedloom.clients.data import differing, numbers_named
-from fedloom.clients.data.schema import categories_of
+from fedloom.clients.data.schema import categories_of, without_of
 from fedloom.clients.protocol.messages import METRICS
 from fedloom.clients.protocol.reply_checks import MOST_CLASSES, ReplyError, read_names
 from fedloom.conf.errors import plain
@@ -82,10 +82,17 @@ class ClientMetadata:
         """Return, by site, how its table's columns differ from the most common ones, or from their `number` (0: any)."""
         tables = {site: names for _, (site, names) in sorted(self._columns.items()) if names}
         usual, first = _usual(tables)
-        option = plain(categories_of([*tables.values()]))
-        hint = f"; write {option} in the domain of each site, and the number of columns in data.form.shape" if option else ""
+        hint = _hint([*tables.values()])
         return {site: reason + hint for site, names in tables.items()
                 if (reason := _odd_columns(names, usual, first) or _odd_number(names, number))}  # fmt: skip
+
+
+def _hint(tables: Sequence[Sequence[str]]) -> str:
+    """Return how the tables get the same columns; empty if options of their domains cannot do that."""
+    category, without = categories_of(tables), without_of(tables)
+    parts = [f"write {plain(category)} in the domain of each site"] if category else []
+    parts += [f"write {plain(without)} in the domain of each site with such a column"] if without else []
+    return f"; {', '.join(parts)}, and the number of columns in data.form.shape" if parts else ""
 
 
 def _usual(named: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], str]:

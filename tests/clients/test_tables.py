@@ -188,6 +188,18 @@ def test_the_option_that_makes_the_categories_of_all_sites_agree_is_printed_and_
     assert data.site_sizes(config(*({**entry, "domain": f"{entry['domain']}&{option}"} for entry in entries)))
 
 
+def test_a_column_that_one_table_lacks_is_to_be_left_out_at_the_others(tmp_path: Path):
+    for name, more in {"a": {}, "b": {"ward": ["east", "west"] * 30, "dose": range(ROWS)}}.items():
+        (tmp_path / name).mkdir()
+        written(tmp_path / name, **more)
+    entries = [{"domain": f"table:{tmp_path / name}/patients.csv?target=sick", "label": name} for name in "ab"]
+    with pytest.raises(UserError, match="same inputs and targets") as caught:
+        data.site_sizes(config(*entries))
+    assert str(caught.value).endswith("targets. Write &without=dose,ward in the domain of each site with such a column.")
+    entries[1]["domain"] += "&without=dose,ward"
+    assert data.site_sizes(config(*entries))
+
+
 def test_hashed_categories_have_the_same_columns_at_all_sites_and_tell_no_value(tmp_path: Path):
     first = find(written(tmp_path) + "?target=sick&features=smoker&categories=smoker:#16")
     assert first.schema.columns == tuple(f"smoker=#{bucket}" for bucket in range(16))

@@ -194,3 +194,14 @@ def test_the_server_keeps_as_many_names_as_the_site_has_outputs(tmp_path: Path):
     members = Participants(config, False, lambda sites: iter([replace(many, site=site)]), print)
     members.enrol([site])
     assert [len(names) for names in members.enrolled_names([site])] == [7]
+
+
+@pytest.mark.parametrize("more", ["ward=a", "dose"])
+def test_a_column_that_only_one_site_has_is_to_be_left_out_there(more: str):
+    roll = ClientMetadata()
+    for place, columns in enumerate((["age"], ["age", more], ["age"])):
+        reply = answered(place, 20)
+        reply.content[CLASSES]["columns"] = columns  # type: ignore[index]
+        roll.take(reply, 2, 1)
+    hint = f"write ?without={more[:4]} in the domain of each site with such a column, and the number of columns in"
+    assert roll.unlike_columns(1) == {"site-0001": f"its table has {more}, unlike site-0000; {hint} data.form.shape"}
