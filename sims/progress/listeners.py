@@ -95,6 +95,8 @@ class PlainListener(QuietListener):
         parts += [f"{dropped} dropped"] if dropped else []
         parts += [traffic] if (traffic := traffic_of(record)) else []
         parts += [f"train loss {loss:.4g}"] if loss is not None else []
+        costs = (record.get("epsilon") or {}).values()
+        parts += [f"epsilon {max(costs):.3g}"] if costs else []
         metric = first_metric(record)
         parts += [f"validation {metric.title} {metric.text(union)}"] if union is not None else []
         self._say(", ".join(parts))

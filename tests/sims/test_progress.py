@@ -83,6 +83,14 @@ def test_the_end_tells_what_was_start_up_and_a_round_what_came_as_sums() -> None
     assert written(console).splitlines()[0] == "finished after 6.5 s in 2 commands (start-up 4.0 s)"
 
 
+def test_a_round_shows_what_the_sites_have_spent() -> None:
+    console = pipe()
+    with PlainListener(console) as listener:
+        listener.started("private", 3, 2, "")
+        listener.round_done({"round": 1, "seconds": 2.0, "replies": 2, "epsilon": {"a": 4.728, "b": 5.979}})
+    assert written(console).splitlines()[-1] == "round 1/2, 2.0 s, 2 replies, epsilon 5.98"
+
+
 def test_plain_lines_one_per_round() -> None:
     console = pipe()
     run(PlainListener(console))
