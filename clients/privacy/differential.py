@@ -19,6 +19,7 @@ from torch import Tensor
 from fedloom.clients.job import Job
 from fedloom.clients.privacy.changes import Changes
 from fedloom.clients.privacy.secure_aggregation.primitives import secret, stream
+from fedloom.clients.protocol.failures import SpentError
 from fedloom.conf.errors import UserError
 from fedloom.conf.schema import PrivacyConfig
 from fedloom.fusion.state import State
@@ -76,15 +77,16 @@ def epsilon(times: Mapping[float, int], delta: float) -> float:
 
 
 def spend(job: Job) -> float:
-    """Charge one more round to this site. Returns the epsilon of its rounds in all runs. Raise UserError above a limit."""
+    """Charge one more round to this site. Returns the epsilon of its rounds in all runs. Raise SpentError above a limit."""
     privacy, own = job.config.privacy, job.policy.epsilon
 
     def check(times: Mapping[float, int]) -> None:
-        limits = [(epsilon(times, privacy.delta), privacy.epsilon)]
-        limits += [(epsilon(times, min(privacy.delta, MOST_DELTA)), own)] if own else []
-        for cost, limit in limits:
+        limits = [("privacy.epsilon", epsilon(times, privacy.delta), privacy.epsilon)]
+        limits += [("site.yaml: epsilon", epsilon(times, min(privacy.delta, MOST_DELTA)), own)] if own else []
+        for key, cost, limit in limits:
             if limit and cost > limit:
-                raise UserError(f"privacy.epsilon: another round would cost {cost:.3g} in total, above the limit {limit:g}")
+                spent = f"another round would cost {cost:.3g} in total, over all runs, above the limit {limit:g}"
+                raise SpentError(f"{key}: {spent}", key)
 
     return epsilon(job.memory.spend(privacy.noise, check), privacy.delta)
 

@@ -16,6 +16,7 @@ from fedloom.clients.protocol.failures import (
     BlamedError,
     DropoutError,
     LostStateError,
+    SpentError,
     SummedBeforeError,
     UnknownConfigurationError,
     UntrainedError,
@@ -80,6 +81,8 @@ def public_error_text(error: BaseException) -> str:
     """
     if isinstance(error, DivergedError | DropoutError | UntrainedError):
         return str(error)
+    if isinstance(error, SpentError):
+        return error.public
     kind = type(error).__name__
     at = _OPTION.match(str(error)) if isinstance(error, UserError) else None
     return f"{kind} at {at[1]}; the site's own log says more" if at else f"{kind}; the site's own log says more"

@@ -54,3 +54,11 @@ class UntrainedError(UserError):
 
 class RefusedError(UserError):
     """The site's policy does not allow the server's request."""
+
+
+class SpentError(UserError):
+    """Another round would exceed a limit of privacy loss. The server may read `public`, which has no number of the site."""
+
+    def __init__(self, text: str, key: str) -> None:
+        super().__init__(text)
+        self.public = f"its privacy budget ({key}) is spent, so it trains in no more rounds"

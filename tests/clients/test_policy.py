@@ -235,8 +235,11 @@ def test_a_site_with_a_budget_lets_out_what_is_noised_only_and_counts_by_its_own
     loose = load("digits", [*WORDS, *noise, "privacy.delta=0.5", "rounds=2"])
     first = answered(tmp_path / "store", noised, epsilon=6)
     assert first.content[METRICS]["epsilon"] == pytest.approx(4.73, abs=0.01)
+    spent = "its privacy budget (site.yaml: epsilon) is spent, so it trains in no more rounds"
     for config in (loose, noised):
-        assert str(answered(tmp_path / "store", config, epsilon=6).error.reason).startswith("UserError at privacy.epsilon")
+        assert answered(tmp_path / "store", config, epsilon=6).error.reason == spent
+    limited = load("digits", [*WORDS, *noise, "rounds=2", "privacy.epsilon=4.8"])  # the run's limit, before the site's
+    assert answered(tmp_path / "store", limited, epsilon=6).error.reason == spent.replace("site.yaml: ", "privacy.")
     assert str(answered(tmp_path / "store", plain, epsilon=6).error.reason).startswith("RefusedError at order.kind")
     policy, order = Policy(epsilon=1.0), TaskInstructions("0" * 64, "run", 0, 1, 1, 0, 1)
     policy.check_privacy_budget(replace(order, kind="evaluate"), plain)
