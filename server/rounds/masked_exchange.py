@@ -227,8 +227,9 @@ class MaskedExchange:
                 else "with a smaller training.batch, training.schedule=constant, or privacy.noise"
             )
             raise SummedElsewhereError(
-                f"round {self.context.number}: the contribution of {self.answers.refusing[0]} is nearly the same as in a "
-                "sum over other sites. The difference of both sums would reveal single contributions. Resume when the same "
+                f"round {self.context.number}: the contribution of {self.answers.refusing[0]} is nearly the same as in an "
+                "earlier sum of other sites, or of another run. The difference of both sums would reveal single "
+                "contributions. Resume when the same "
                 f"sites are connected, or start a new run {ways}"
             )
         self._enough(SECURE_CONFIRM, asked, self.answers.signed)
