@@ -25,10 +25,13 @@ def up(
     ] = True,
 ) -> None:
     """Start a federation on this machine, and wait until all nodes have joined. Repeat it to restart stopped machines."""
+    from fedloom.sims.federation.local import outdated
     from fedloom.sims.federation.local import up as start
 
     with waiting("starting the server and the nodes"):
         names = start(folder, nodes, tls)
+    for line in outdated(folder):
+        typer.echo(line)
     joined = "1 node has" if len(names) == 1 else f"{len(names)} nodes have"
     typer.echo(f"{joined} joined: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Start a run with:")
     typer.echo(f"  fedloom run digits engine.name=flower engine.address={folder}")
@@ -96,15 +99,18 @@ def plan(
     """
     from fedloom.sims.federation.joining import read_members
     from fedloom.sims.federation.machines import let_in
-    from fedloom.sims.federation.plan import MEMBERS, SERVER, Plan, write_plan
+    from fedloom.sims.federation.plan import MEMBERS, SERVER, Plan, unlike_plan, write_plan
     from fedloom.sims.federation.sheets import read
 
-    homes = write_plan(read(Plan, nodes), folder)
+    planned = read(Plan, nodes)
+    homes = write_plan(planned, folder)
     for home in homes:
         command = "server ." if home.name == SERVER else "node site.yaml"
         typer.echo(f"{home}: copy it to its machine, and run in it: fedloom federation {command}")
     if homes[0].name != SERVER:
         typer.echo(let_in(folder / SERVER))
+        for line in unlike_plan(planned, folder):
+            typer.echo(line)
     authority = read_members(folder / SERVER / MEMBERS).authority
     typer.echo(f"Fingerprint of the server's authority, to compare with 'accept' at sites of other owners:\n{authority}")
     if any(home.name != SERVER for home in homes):

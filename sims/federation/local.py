@@ -13,6 +13,7 @@ from fedloom.sims.federation.plan import KEYS, SERVER, Plan, machines_of, server
 from fedloom.sims.federation.programs import LOG, Running, free_port, launch, running, stop
 
 JOIN_SECONDS = 90.0
+BEGIN_SECONDS = 20.0  # a program that does not run by then has ended
 LOOK_SECONDS = 0.2  # between two checks whether machines have started
 MOST_REASON = 300  # characters
 OUTDATED = f"with settings from before {sheets.SITE} was changed; restart it"
@@ -51,6 +52,13 @@ def start_server(folder: Path) -> None:
                 raise UserError(f"{folder / SERVER}: {error}") from None
         launch(folder / SERVER, "federation", "server", ".")
     _await(folder, lambda: _answers(folder), "the SuperLink", START_SECONDS, SERVER)
+
+
+def outdated(folder: Path) -> list[str]:
+    """Return a line for each running node whose settings were changed after it started."""
+    homes = [folder / name for name in sites_of(folder)]
+    return [f"{home.name}: is up {OUTDATED} with 'fedloom federation down {home}', then 'up'"
+            for home in homes if running(home) and sheets.is_outdated(home)]  # fmt: skip
 
 
 def down(folder: Path) -> list[str]:
@@ -140,10 +148,13 @@ def _processes(found: Running) -> str:
 
 
 def _await(folder: Path, ready: Callable[[], bool], what: str, seconds: float, *names: str) -> None:
-    """Wait until `ready`. Raises UserError with the last lines of the logs if that takes longer than `seconds`."""
-    deadline = time.monotonic() + seconds
+    """Wait until `ready`. Raises UserError with the last lines of the logs after `seconds`, or once a machine has ended."""
+    begin = time.monotonic()
     while not ready():
-        if time.monotonic() > deadline:
-            last = " ".join(text.splitlines()[-1] for _, text in logs(folder, list(names), 1) if text)
-            raise UserError(f"{folder}: {what} did not start within {seconds:g} s: {last[:MOST_REASON]}")
+        waited = time.monotonic() - begin
+        ended = [name for name in names if not running(folder / name)] if waited > min(seconds, BEGIN_SECONDS) else []
+        if ended or waited > seconds:
+            last = "; ".join(f"{name}: {text.removeprefix('fedloom: ')[:MOST_REASON]}"
+                             for name, text in logs(folder, ended or [*names], 1))  # fmt: skip
+            raise UserError(f"{folder}: {what} did not start within {waited:.0f} s. {last}")
         time.sleep(LOOK_SECONDS)

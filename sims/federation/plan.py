@@ -2,8 +2,8 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,8 @@ def site_sheets(plan: Plan) -> list[SiteSheet]:
         sheet = build(SiteSheet, section, f"sites[{index}]")
         if not (sheet.name.isascii() and is_name(sheet.name)):
             raise UserError(f"sites[{index}].name: got {sheet.name!r}, takes letters (a to z), digits, '-', '_' and '.'")
-        if sheet.name == SERVER or any(sheet.name == other.name for other in planned):
-            raise UserError(f"sites[{index}].name: '{sheet.name}' is taken; choose another name")
+        if other := nearly(sheet.name, [SERVER, *(other.name for other in planned)]):
+            raise UserError(f"sites[{index}].name: '{sheet.name}' is taken{_by(sheet.name, other)}; choose another name")
         sheets.check_texts(sheet, f"sites[{index}].")
         check_names(sheet, f"sites[{index}].")
         if plan.local and sheet.port in (plan.port, *(other.port for other in planned if other.port)):
@@ -84,6 +84,15 @@ def site_sheets(plan: Plan) -> list[SiteSheet]:
         own = {"certificate": AUTHORITY, "key": NODE_KEY, "peers": sheet.peers or PEERS}
         planned.append(replace(sheet, superlink=f"{plan.host}:{plan.port}", **own))
     return planned
+
+
+def nearly(name: str, others: Iterable[str]) -> str:
+    """Return the first of other names that differs from `name` in upper and lower case only, or not at all; else nothing."""
+    return next((other for other in others if name.casefold() == other.casefold()), "")
+
+
+def _by(name: str, other: str) -> str:
+    return "" if name == other else f" by '{other}', which differs in upper and lower case only"
 
 
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
@@ -162,10 +171,34 @@ def _add_sites(plan: Plan, folder: Path, planned: Sequence[SiteSheet]) -> list[P
     taken = {*existing, *(name for name in keys if not _unfinished(folder / name))}
     for name in left:
         _copy_key(folder, name)
-    if not (new := [sheet for sheet in planned if sheet.name not in taken]) and not left:
+    new = [sheet for sheet in planned if sheet.name not in taken]
+    for sheet in new:
+        if other := nearly(sheet.name, taken):
+            raise UserError(f"sites: '{sheet.name}' is taken{_by(sheet.name, other)} in {folder}; choose another name")
+    if not new and not left:
         write_public(folder)
-        raise UserError(f"{folder}: already has all sites of the plan; add a site to the plan, or name another folder")
+        raise UserError(f"{folder}: already has all sites of the plan; add a site to the plan, or name another folder"
+                        + "".join(f". {line}" for line in unlike_plan(plan, folder)))  # fmt: skip
     return _write_sites(folder, new)
+
+
+def unlike_plan(plan: Plan, folder: Path) -> list[str]:
+    """Return how the folders of existing sites differ from a plan, which never changes them: a line for each site."""
+    planned = {sheet.name: sheet for sheet in site_sheets(plan)}
+    return [line for name in sites_of(folder) if (line := _unlike(folder, name, planned.get(name)))]
+
+
+def _unlike(folder: Path, name: str, planned: SiteSheet | None) -> str:
+    """Return how a site differs from the plan; empty if it does not, or if its sheet cannot be read."""
+    if planned is None:
+        return f"{name} is not in the plan, but stays a member; to exclude it, delete {folder / SERVER / KEYS / name}.pub"
+    path = folder / name / sheets.SITE
+    try:
+        sheet = sheets.read(SiteSheet, path)
+    except UserError:
+        return ""  # the node says what is wrong
+    keys = [key.name for key in fields(sheet) if getattr(sheet, key.name) != getattr(planned, key.name)]
+    return f"{path} differs from the plan in {', '.join(keys)}; change it there, and restart the node" if keys else ""
 
 
 def _write_sites(folder: Path, planned: Sequence[SiteSheet]) -> list[Path]:

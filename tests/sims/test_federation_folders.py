@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -192,6 +193,42 @@ def test_a_plan_with_further_sites_adds_them_alone(fedloom: Command, tmp_path: P
     peers = (folder / "north" / "peers").read_text()
     assert peers == (folder / "east" / "peers").read_text()
     assert [line.split()[0] for line in peers.splitlines()] == ["east", "north", "south"]
+
+
+def test_a_plan_that_differs_from_existing_folders_says_so(fedloom: Command, tmp_path: Path):
+    plan, folder = tmp_path / "nodes.yaml", tmp_path / "m"
+    plan.write_text("sites: [{name: north}, {name: south, masks: required}]")
+    assert fedloom("federation", "plan", plan, "--folder", folder).code == 0
+    plan.write_text("sites: [{name: north, epsilon: 4, masks: required}]")
+    keys_of = folder / "server" / "keys"
+    lines = (f"{folder}/north/site.yaml differs from the plan in masks, epsilon; change it there, and restart the node",
+             f"south is not in the plan, but stays a member; to exclude it, delete {keys_of}/south.pub")  # fmt: skip
+    refused(fedloom("federation", "plan", plan, "--folder", folder), "already has all sites of the plan", *lines)
+    plan.write_text("sites: [{name: north, epsilon: 4, masks: required}, {name: east}]")
+    said = fedloom("federation", "plan", plan, "--folder", folder)
+    assert said.code == 0 and [line for line in said.out.splitlines() if line in lines] == list(lines), said
+    plan.write_text("sites: [{name: North}]")
+    refused(fedloom("federation", "plan", plan, "--folder", folder), "'North' is taken by 'north', which differs in upper")
+    plan.write_text("sites: [{name: a}, {name: A}]")
+    refused(fedloom("federation", "plan", plan, "--folder", tmp_path / "n"), "sites[1].name: 'A' is taken by 'a', which")
+    assert not (tmp_path / "n").exists()
+
+
+def test_up_names_the_nodes_that_end_at_once_and_those_with_old_settings(fedloom: Command, tmp_path: Path):
+    plan, folder = tmp_path / "nodes.yaml", tmp_path / "m"
+    plan.write_text(f"port: {free_port()}\nsites: [{{name: north, domain: 'images:none'}}, {{name: south}}]")
+    assert fedloom("federation", "plan", plan, "--folder", folder).code == 0
+    try:
+        said = fedloom("federation", "up", folder)
+        assert said.code == 2 and "north: site.yaml: domain:" in said.err and "south" not in said.err, said
+        for name in ("north", "south"):
+            path = folder / name / SITE
+            path.write_text(re.sub("(?m)^domain: .*", "", path.read_text()) + "\nmax_steps: 7\n")
+        said = fedloom("federation", "up", folder)
+        assert said.code == 0 and f"south: is up with settings from before {SITE} was changed; restart it" in said.out, said
+        assert "north: is up" not in said.out
+    finally:
+        fedloom("federation", "down", folder)
 
 
 def test_a_server_that_does_not_run_takes_no_run(tmp_path: Path):
