@@ -197,7 +197,14 @@ class Enrolment:
         """Warn of connected nodes that are not asked, once for each name."""
         if new := sorted({*self._others.values()} - self._named):
             self._named.update(new)
-            self.warnings.append(f"connected, but not asked, because they are not sites of this run: {_row(new)}")
+            forgotten = [name for name in new if name in self.bindings.bound()]  # its members once had these nodes
+            if forgotten:
+                again = "'fedloom readmit RUN SITE' lets one participate again"
+                self.warnings.append(
+                    f"connected, but not asked, because this run has forgotten them: {_row(forgotten)} ({again})"
+                )
+            if new := [name for name in new if name not in forgotten]:
+                self.warnings.append(f"connected, but not asked, because they are not sites of this run: {_row(new)}")
 
     def _assign(self) -> None:
         """Assign each name: to the node that it is bound to, else to its current holder, else to the oldest claim."""

@@ -153,6 +153,12 @@ def test_nodes_that_are_not_sites_of_the_run_are_named(tmp_path: Path):
     found.join(0.0)
     found.refresh()
     assert found.enrolment.warnings == ["connected, but not asked, because they are not sites of this run: soth"]
+    kept = InMemoryBindings({"north": A, "south": C})
+    found = ClientChannel(Nodes(config, {A: "north", B: "soth", C: "south"}), config.roster[:1], 32, kept)  # without south
+    found.join(0.0)
+    forgotten, others = found.enrolment.warnings
+    assert forgotten.startswith("connected, but not asked, because this run has forgotten them: south (")
+    assert others == "connected, but not asked, because they are not sites of this run: soth"
     found, _ = federation(config, {A: "north", B: "soth"})
     with pytest.raises(UserError, match=r"sites did not join .*: south \(.*; connected, but not a site of this run: soth\)"):
         found.join(0.0)
