@@ -35,7 +35,7 @@ from fedloom.server.run_folder.folder import SUMMARY, RunFolder, read_config, re
 from fedloom.server.run_folder.layout import FINISHED
 from fedloom.server.run_folder.scores import SCORES
 from fedloom.server.strategies.defaults import mode_in_tables
-from fedloom.server.unlearning.client_erasure import outstanding
+from fedloom.server.unlearning.client_erasure import outstanding, outstanding_text
 
 
 def run_experiment(grid: Grid, config: Config, listener: Listener, began: float | None = None) -> dict[str, Any]:
@@ -102,6 +102,8 @@ def work(grid: Grid, config: Config, folder: RunFolder, listener: Listener, bega
                 for request in ledger.waiting(applied=True):
                     listener.message(f"Request '{request.id}' ({', '.join(request.sites)}) waits. "
                                      f"Run `fedloom resume {folder.path}` to process it.")  # fmt: skip
+                if line := outstanding_text(ledger):
+                    listener.message(line)
                 folder.write_summary(summary)
                 ledger.note(summary["status"], {"files": folder.results()})
         _check_certificates(ledger, start)

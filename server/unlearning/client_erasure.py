@@ -51,6 +51,14 @@ def outstanding(ledger: Ledger) -> dict[str, str]:
     return waiting
 
 
+def outstanding_text(ledger: Ledger) -> str:
+    """Return a line for the user with the sites of `outstanding`; empty if there are none."""
+    if not (sites := sorted(outstanding(ledger))):
+        return ""
+    return (f"outstanding: nodes of {', '.join(sites)} have not deleted their data yet; "
+            f"'fedloom resume {ledger.folder}' asks them again")  # fmt: skip
+
+
 def _deleted(content: RecordDict) -> dict[str, int]:
     """Return the numbers of files and bytes in a node's answer. Raises ReplyError unless a certificate can state them."""
     numbers = check_numbers(content, ERASED)

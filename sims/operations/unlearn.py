@@ -25,7 +25,7 @@ from fedloom.server.run_folder.folder import RunFolder, read_config
 from fedloom.server.run_folder.layout import TRACKERS
 from fedloom.server.run_folder.results_schema import sound_summary
 from fedloom.server.unlearning.certificate import CERTIFICATES, names_of, read
-from fedloom.server.unlearning.client_erasure import Erasure, outstanding
+from fedloom.server.unlearning.client_erasure import Erasure, outstanding, outstanding_text
 from fedloom.server.unlearning.requests import BACK, RESTORE, SHARE_BACK, receive, wants_training
 from fedloom.sims.engines import SIMULATED, can_start, open_engine, refuse_engine
 from fedloom.sims.operations.site_names import site_names
@@ -289,9 +289,8 @@ def _tell_sites(method: TrainingRun, listener: Listener) -> None:
             method.unlearning().tell_sites()
     except UserError as error:
         listener.message(str(error))
-    if waiting := outstanding(method.ledger):
-        listener.message(f"outstanding: nodes of {', '.join(sorted(waiting))} have not deleted their data yet; "
-                         f"'fedloom resume {method.folder.path}' asks them again")  # fmt: skip
+    if line := outstanding_text(method.ledger):
+        listener.message(line)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """A request reaches the site itself: its node deletes what it keeps, and until it has said so the request is outstanding."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from fedloom.server.unlearning.client_erasure import Erasure, at_sites, outstand
 from fedloom.server.unlearning.requests import receive
 from fedloom.server.unlearning.verification import verify
 from fedloom.sims.report.certificates import write_html
-from tests.server.parts import one_thread, small
+from tests.server.parts import Recorder, one_thread, small
 from tests.server.test_enrolment import NAMES, A, B, C, Nodes
 
 
@@ -34,6 +35,21 @@ def run(tmp_path: Path) -> tuple[Config, Nodes]:
     grid.store = str(tmp_path / "elsewhere")  # as on another machine
     run_experiment(grid, config, LogListener())
     return config, grid
+
+
+def test_a_resume_that_does_not_reach_a_node_says_what_is_outstanding(run: tuple[Config, Nodes]):
+    config, grid = run
+    path, listener = Path(config.run.root) / config.run.name, Recorder()
+    with Ledger.open(path) as ledger:
+        receive(ledger, "gone", ["south"], "", {})
+    again = replace(config, rounds=2, run=replace(config.run, resume=True))
+    grid.alive = [A]
+    run_experiment(grid, again, listener)
+    line = f"outstanding: nodes of south have not deleted their data yet; 'fedloom resume {path}' asks them again"
+    assert listener.messages[-1] == line
+    grid.alive = [A, B]
+    run_experiment(grid, replace(again, rounds=3), listener)
+    assert listener.messages.count(line) == 1
 
 
 @pytest.mark.parametrize("name", ["files", "bytes"])
