@@ -120,7 +120,7 @@ class Gate:
         if not allowed:
             self.count_act(token)
             self.audit.note("refused", token.name, what=what, address=address(request))
-            raise DeniedError(403, f"The role of '{token.name}' ({token.role}) does not allow this.")
+            raise DeniedError(403, f"The token '{token.name}' ({token.scope}) does not allow this.")
 
     def count_act(self, token: Token) -> None:
         """Count an act. Raises DeniedError if the token acts too often."""

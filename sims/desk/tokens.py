@@ -59,6 +59,11 @@ class Token:
         """Return whether the role includes `role`."""
         return ROLES.index(self.role) >= ROLES.index(role)
 
+    @property
+    def scope(self) -> str:
+        """What the token is for: its role, and the sites of a requester."""
+        return f"{self.role} for {', '.join(self.sites)}" if self.sites else self.role
+
     def may_name(self, sites: Sequence[str]) -> bool:
         """Return whether a request of this token may name the sites."""
         return self.may(OPERATOR) or (self.may(REQUESTER) and set(sites) <= set(self.sites))
@@ -114,8 +119,8 @@ class Tokens:
         ends = (now + timedelta(days=days)).isoformat(timespec="seconds")
         token = Token(name, role, tuple(sites), digest(secret), now.isoformat(timespec="seconds"), ends)
         with self._changing() as known:
-            if any(token.name == name for token in known):
-                raise UserError(f"--name: '{name}' has or had a token; use another name, as requests belong to names")
+            if other := next((token.name for token in known if token.name.casefold() == name.casefold()), ""):
+                raise UserError(f"--name: '{other}' has or had a token; use another name, as requests belong to names")
             note()
             self._write([*known, token])
         return secret
