@@ -52,7 +52,7 @@ def outstanding(ledger: Ledger) -> dict[str, str]:
 
 
 def outstanding_text(ledger: Ledger) -> str:
-    """Return a line for the user with the sites of `outstanding`; empty if there are none."""
+    """Return a line for the user with the sites of `outstanding`; empty without any."""
     if not (sites := sorted(outstanding(ledger))):
         return ""
     return (f"outstanding: nodes of {', '.join(sites)} have not deleted their data yet; "
