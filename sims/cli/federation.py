@@ -34,7 +34,11 @@ def up(
         typer.echo(line)
     joined = "1 node has" if len(names) == 1 else f"{len(names)} nodes have"
     typer.echo(f"{joined} joined: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. Start a run with:")
-    typer.echo(f"  fedloom run digits engine.name=flower engine.address={folder}")
+    shipped = {"site-0000", "site-0001"} <= {*names}  # the sites of digits
+    experiment = "digits" if shipped else "EXPERIMENT.yaml"
+    typer.echo(f"  fedloom run {experiment} engine.name=flower engine.address={folder}")
+    if not shipped:
+        typer.echo("The sites in EXPERIMENT.yaml must have these names.")
 
 
 @app.command()

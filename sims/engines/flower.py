@@ -26,7 +26,7 @@ from fedloom.server.flower.relay import DONE, SOCKET
 from fedloom.server.unlearning.superlink import scrub
 from fedloom.sims.engines.share import WHOLE, Share
 from fedloom.sims.federation.control import start_run
-from fedloom.sims.federation.plan import FLOWER, server_of
+from fedloom.sims.federation.plan import FLOWER, server_of, sites_of
 from fedloom.sims.federation.programs import BIN, environment, running
 from fedloom.sims.federation.proxies import none_named, without
 from fedloom.sims.federation.sheets import SERVER as SHEET
@@ -99,7 +99,8 @@ def _server(address: str) -> Path | None:
     if (home.parent / SHEET).is_file():
         read_server(home.parent)
         if not running(home.parent):
-            how = f"start it with `fedloom federation server {home.parent}` or `fedloom federation up`"
+            all_of_it = f", or all of it with `fedloom federation up {address}`" if sites_of(Path(address)) else ""
+            how = f"start it with `fedloom federation server {home.parent}`{all_of_it}"
             raise UserError(f"engine.address: the server of '{address}' does not run on this machine: {how}")
     if home.is_dir():
         return home.parent

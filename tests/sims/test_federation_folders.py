@@ -226,7 +226,7 @@ def test_up_names_the_nodes_that_end_at_once_and_those_with_old_settings(fedloom
             path.write_text(re.sub("(?m)^domain: .*", "", path.read_text()) + "\nmax_steps: 7\n")
         said = fedloom("federation", "up", folder)
         assert said.code == 0 and f"south: is up with settings from before {SITE} was changed; restart it" in said.out, said
-        assert "north: is up" not in said.out
+        assert "north: is up" not in said.out and "fedloom run EXPERIMENT.yaml engine.name=flower" in said.out
     finally:
         fedloom("federation", "down", folder)
 
@@ -234,6 +234,8 @@ def test_up_names_the_nodes_that_end_at_once_and_those_with_old_settings(fedloom
 def test_a_server_that_does_not_run_takes_no_run(tmp_path: Path):
     """Its folder may have been moved to another machine than the plan's."""
     write_plan(Plan(port=free_port(), sites=[{"name": "a"}]), tmp_path / "m")
+    with pytest.raises(UserError, match=rf"or all of it with `fedloom federation up {tmp_path}/m`$"):
+        _server(str(tmp_path / "m"))
     home = (tmp_path / "m" / "server").rename(tmp_path / "elsewhere")
     for address in (home, tmp_path / "elsewhere"):
         with pytest.raises(UserError, match=r"engine\.address: the server of .* does not run on this machine"):
