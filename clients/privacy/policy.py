@@ -218,8 +218,10 @@ class Policy:
         if enrols and own_schema.columns:
             own_schema = replace(own_schema, shape=schema.shape)
         if difference := schema.difference(own_schema):
-            raise UserError(f"the federation's configuration and the policy's domain have different examples, {difference}; "
-                            "the server states those of the sites in data.form")  # fmt: skip
+            parts = {"kind": own_schema.kind, "shape": [*own_schema.shape], "task": own_schema.task}
+            form = ", ".join(f"{key}: {value}" for key, value in parts.items() if value)
+            raise UserError(f"data.form: the run and this site's domain have different examples, {difference}. "
+                            f"If this site is right, the server sets data.form={{{form}}}")  # fmt: skip
         has, head = class_count(own.spec), outputs(config, site.spec)
         if has > (takes := head.stop - head.start):
             raise UserError(

@@ -223,6 +223,17 @@ def test_only_a_sites_owner_starts_torchs_compiler():
     assert not Policy.of({"compile": True}).apply(load("digits", WORDS), 0).engine.compile
 
 
+def test_a_domain_of_another_form_names_the_form_that_the_server_lacks(tmp_path: Path):
+    rows = "".join(f"{row},{row % 7},{('f', 'm')[row % 2]},{row % 2}\n" for row in range(40))
+    (tmp_path / "patients.csv").write_text(f"age,dose,sex,sick\n{rows}")
+    config = load("digits", WORDS)
+    with pytest.raises(
+        UserError, match=r"If this site is right, .* data.form=\{kind: features, shape: \[4\], task: class\}$"
+    ) as caught:
+        Policy(domain=f"table:{tmp_path}/patients.csv?target=sick").source(config, config.roster[0])
+    assert public_error_text(caught.value) == "UserError at data.form; the site's own log says more"
+
+
 def test_a_node_runs_no_network_that_its_node_config_does_not_name(tmp_path: Path):
     reply = answered(tmp_path / "store", load("digits", WORDS), networks="mlp, lenet")
     assert reply.error.reason == "RefusedError at network.name; the site's own log says more"
