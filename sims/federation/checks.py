@@ -5,6 +5,7 @@ import email.utils
 import http.client
 import importlib.metadata
 import os
+import socket
 import ssl
 import stat
 import threading
@@ -26,6 +27,7 @@ WAIT_SECONDS = 10.0
 GOOD = "good"
 OUTDATED = "has changed since the node started, which still follows the old settings; restart the node"
 VERSIONS, PROXY = "versions", "proxy"  # rows for information only
+OTHER_NAME = (62, 64)  # OpenSSL: X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 NOT_FOR_NODES = ("/v1/control/list-runs", "/v1/runtime/acquire-task", "/v1/fleet/register-node")
 
 Row = tuple[str, str, str]
@@ -134,9 +136,14 @@ def _or_fault(ask: Callable[[], str]) -> str:
     try:
         return ask()
     except ssl.SSLCertVerificationError as error:
+        if error.verify_code in OTHER_NAME:
+            cure = "correct superlink, or add the name to a new plan"
+            return f"has another name in its certificate ({error.verify_message}); {cure}"
         return f"does not match this certificate, or the clocks differ ({error.verify_message})"
     except ssl.SSLError as error:
         return f"has no TLS, or an incompatible version ({error.reason})"
+    except socket.gaierror as error:
+        return f"has an unknown name ({error.strerror}); correct superlink, or the network's names"
     except (OSError, http.client.HTTPException) as error:
         return f"cannot be reached ({error or type(error).__name__}); is it running, and does a firewall block the port?"
 

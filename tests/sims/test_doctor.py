@@ -142,6 +142,27 @@ def test_a_servers_time_without_a_zone_is_a_time(monkeypatch: pytest.MonkeyPatch
     assert checks._check_server("a", 1, Path()).startswith("its clock differs by")
 
 
+@pytest.mark.parametrize("names", [["fed.example.org"], ["127.0.0.2"]])
+def test_a_server_of_another_name_and_an_unknown_name_are_told_apart(tmp_path: Path, names: list[str]):
+    keys.write_certificates(tmp_path, names)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / keys.CERTIFICATE, tmp_path / keys.SERVER_KEY)
+
+    def examined(host: str, port: int) -> str:
+        return checks._or_fault(lambda: checks._check_server(host, port, tmp_path / keys.AUTHORITY))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def meet() -> None:
+            with contextlib.suppress(OSError), context.wrap_socket(server.accept()[0], server_side=True):
+                pass
+
+        threading.Thread(target=meet, daemon=True).start()
+        found = examined("127.0.0.1", server.getsockname()[1])
+    assert found.startswith("has another name in its certificate (") and "correct superlink" in found
+    assert examined("no-such-host.invalid", 1).startswith("has an unknown name (")
+
+
 def test_a_server_that_answers_by_drops_keeps_no_one_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each drop is there in time; the answer never is."""
     ended = threading.Event()
