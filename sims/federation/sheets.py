@@ -65,7 +65,7 @@ class SiteSheet:
     port: int = option(0, "port of the node's program, for this machine only; 0: any free port", low=0, high=65535)
     data: str = option("", "folder with the data sets; empty: $FEDLOOM_DATA, else ./data", path=True)
     domain: str = option(
-        "", "the site's own images instead of the configuration's: images:FOLDER, npz:FILE, module:function, ..."
+        "", "the site's own data instead of the configuration's: images:FOLDER, table:FILE, module:function, ..."
     )
     networks: list[str] = option([], "allowed networks; empty: all shipped ones")
     objectives: list[str] = option([], "allowed objectives; empty: all shipped ones")
