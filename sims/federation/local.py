@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from subprocess import Popen
 
 from fedloom.conf.errors import UserError, plain, unknown
 from fedloom.conf.formatting import count
@@ -13,7 +14,6 @@ from fedloom.sims.federation.plan import KEYS, SERVER, Plan, machines_of, server
 from fedloom.sims.federation.programs import LOG, Running, free_port, launch, running, stop
 
 JOIN_SECONDS = 90.0
-BEGIN_SECONDS = 20.0  # a program that does not run by then has ended
 LOOK_SECONDS = 0.2  # between two checks whether machines have started
 MOST_REASON = 300  # characters
 OUTDATED = f"with settings from before {sheets.SITE} was changed; restart it"
@@ -29,10 +29,9 @@ def up(folder: Path, number: int, tls: bool = True) -> list[str]:
     if not (folder / SERVER / sheets.SERVER).is_file():
         raise UserError(f"{folder}: has no {SERVER}/{sheets.SERVER}, so it is not the folder of a federation; name another")
     start_server(folder)
-    for name in names:
-        if not running(folder / name):
-            launch(folder / name, "federation", "node", sheets.SITE)
-    _await(folder, lambda: _all_online(folder / SERVER, len(names)), "the nodes", JOIN_SECONDS, *names)
+    stopped = [name for name in names if not running(folder / name)]
+    started = {name: launch(folder / name, "federation", "node", sheets.SITE) for name in stopped}
+    _await(folder, lambda: _all_online(folder / SERVER, len(names)), "the nodes", JOIN_SECONDS, names, started)
     return names
 
 
@@ -42,6 +41,7 @@ def start_server(folder: Path) -> None:
     Raises:
         UserError: A file is missing, a certificate is not valid at this moment, or the SuperLink does not start.
     """
+    started = {}
     if not running(folder / SERVER):
         sheet = sheets.read_server(folder / SERVER)
         refuse_port(folder / SERVER, sheet)
@@ -50,8 +50,8 @@ def start_server(folder: Path) -> None:
                 check_validity(folder / SERVER / file)
             except UserError as error:
                 raise UserError(f"{folder / SERVER}: {error}") from None
-        launch(folder / SERVER, "federation", "server", ".")
-    _await(folder, lambda: _answers(folder), "the SuperLink", START_SECONDS, SERVER)
+        started = {SERVER: launch(folder / SERVER, "federation", "server", ".")}
+    _await(folder, lambda: _answers(folder), "the SuperLink", START_SECONDS, [SERVER], started)
 
 
 def outdated(folder: Path) -> list[str]:
@@ -147,14 +147,19 @@ def _processes(found: Running) -> str:
     return f"up, process {found.keeper}" if found else DOWN
 
 
-def _await(folder: Path, ready: Callable[[], bool], what: str, seconds: float, *names: str) -> None:
-    """Wait until `ready`. Raises UserError with the last lines of the logs after `seconds`, or once a machine has ended."""
+def _await(
+    folder: Path, ready: Callable[[], bool], what: str, seconds: float, names: list[str], started: Mapping[str, Popen[bytes]]
+) -> None:
+    """Wait until `ready`. `started`: processes of machines, among those in `names`.
+
+    Raises UserError with the last lines of the machines' logs after `seconds`, or of those whose process has ended.
+    """
     begin = time.monotonic()
     while not ready():
         waited = time.monotonic() - begin
-        ended = [name for name in names if not running(folder / name)] if waited > min(seconds, BEGIN_SECONDS) else []
+        ended = [name for name, process in started.items() if process.poll() is not None]
         if ended or waited > seconds:
             last = "; ".join(f"{name}: {text.removeprefix('fedloom: ')[:MOST_REASON]}"
-                             for name, text in logs(folder, ended or [*names], 1))  # fmt: skip
+                             for name, text in logs(folder, ended or names, 1))  # fmt: skip
             raise UserError(f"{folder}: {what} did not start within {waited:.0f} s. {last}")
         time.sleep(LOOK_SECONDS)

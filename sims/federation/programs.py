@@ -179,11 +179,11 @@ class _StopSignal:
             time.sleep(min(0.1, seconds))
 
 
-def launch(folder: Path, *words: str) -> None:
-    """Start a `fedloom` command in the background, with its output in the folder's log."""
+def launch(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    """Start a `fedloom` command in the background, with its output in the folder's log. Return its process."""
     with (folder / LOG).open("ab") as log:
-        subprocess.Popen([sys.executable, "-m", "fedloom.sims.cli", *words], cwd=folder, env=environment(),
-                         stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)  # fmt: skip
+        return subprocess.Popen([sys.executable, "-m", "fedloom.sims.cli", *words], cwd=folder, env=environment(),
+                                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)  # fmt: skip
 
 
 @dataclass(frozen=True)
