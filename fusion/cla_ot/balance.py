@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.conf.errors import UserError
-from fedloom.fusion.cla_ot.layers import check_design, identity, tensors_of, with_bias
+from fedloom.fusion.cla_ot.layers import check_design, identity, other_design, tensors_of, with_bias
 from fedloom.fusion.graph.channels import Layer, Unit, Wiring
 from fedloom.fusion.graph.resize import with_state
 from fedloom.fusion.state import State
@@ -178,7 +178,8 @@ class _Builder:
         points = _points(self.structure, ours, unit), _points(self.wiring, theirs, partner)
         if len(ours) != len(theirs) or len(points[0]) != len(points[1]):
             names = unit.name if unit else "output", partner.name if partner else "output"
-            raise UserError(f"'{names[0]}' ({len(ours)} layers) and '{names[1]}' ({len(theirs)}) have different designs")
+            uses = [_uses(self.structure, ours), _uses(self.wiring, theirs)]
+            raise other_design(names, [len(ours), len(theirs)], uses)
         for name, other in zip(ours, theirs, strict=True):
             check_design(name, self.goal[name], other, self.have[other])
             self.origins[name] = other
@@ -313,6 +314,10 @@ def _nodes(wiring: Wiring, layers: tuple[str, ...], unit: Unit | None) -> list[s
     """Return the output nodes of these layers in order of execution, then a block's sum."""
     nodes = [layer.node for layer in wiring.layers if layer.name in layers]
     return [*nodes, unit.sum] if unit is not None and unit.kind == "block" else nodes
+
+
+def _uses(wiring: Wiring, layers: tuple[str, ...]) -> int:
+    return max((sum(layer.name == name for layer in wiring.layers) for name in layers), default=0)
 
 
 def _points(wiring: Wiring, layers: tuple[str, ...], unit: Unit | None) -> list[str]:

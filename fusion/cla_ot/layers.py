@@ -1,5 +1,7 @@
 """Single layers: the identity, a layer's tensors, and whether two layers have the same design."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -50,3 +52,12 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's own parameters and buffers by name, without those of its submodules."""
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     return {name: tensor.detach() for name, tensor in own.items()}
+
+
+def other_design(names: Sequence[str], layers: Sequence[int], uses: Sequence[int]) -> UserError:
+    """Return the error for two matched units with other numbers of layers, or whose layers run other numbers of times."""
+    if uses[0] != uses[1]:
+        first, second = (f"{number} time{'s' * (number != 1)}" for number in uses)
+        shared = f"'{names[0]}' runs {first} in one network, and '{names[1]}' {second} in the other"
+        return UserError(f"{shared}; take networks that run a shared module equally often, or give each run its own layers")
+    return UserError(f"'{names[0]}' ({layers[0]} layers) and '{names[1]}' ({layers[1]}) have different designs")

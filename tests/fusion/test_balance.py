@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedloom import fuse
 from fedloom.conf.errors import UserError
 from fedloom.fusion.cla_ot.balance import Balanced, balanced, relu_signs
 from fedloom.fusion.graph.channels import Wiring, wire
@@ -203,6 +204,28 @@ def test_blocks_of_other_shortcuts_do_not_correspond():
     target, built = (network(f"wide_resnet:depth={depth},widen={widen}") for depth, widen in ((16, 1), (10, 2)))
     with pytest.raises(UserError, match=r"\(4 layers\) and '.*' \(5\) have different designs"):
         deepened(target, built, images(2))
+
+
+class Repeated(nn.Module):
+    """One layer that runs several times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.first, self.shared, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.times = times
+
+    def forward(self, features):
+        features = self.first(features).relu()
+        for _ in range(self.times):
+            features = self.shared(features).relu()
+        return self.head(features)
+
+
+def test_a_shared_module_runs_equally_often_in_both_networks():
+    assert fuse([Repeated(2), Repeated(2)], into=1, depth=0, probe=torch.randn(20, 6)).network is not None
+    message = r"'shared' runs 2 times in one network, and 'shared' 3 times in the other; take networks that run a shared"
+    with pytest.raises(UserError, match=message):
+        fuse([Repeated(2), Repeated(3)], into=1, depth=0, probe=torch.randn(20, 6))
 
 
 def test_designs_that_differ_are_reported_with_both_layers():
