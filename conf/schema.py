@@ -97,7 +97,8 @@ class TrainingConfig:
     loss: Any = option(
         "",
         "empty: the targets' usual loss; cross_entropy, focal, binary_cross_entropy, mse, mae, huber, quantile, or "
-        "module:function of (outputs, targets); with options: {name: focal, gamma: 2, class_weights: [1, 5]} or "
+        "module:function of (outputs, targets) (a callable object's attributes may hold state during a site's round, global "
+        "variables may not); with options: {name: focal, gamma: 2, class_weights: [1, 5]} or "
         "{name: cross_entropy, class_weights: balanced}",
         takes=NAMED,
     )
