@@ -139,9 +139,12 @@ def accuracy_table(summary: Mapping[str, Any]) -> Table:
     starred = "* the site's own domain" if sites.keys() & accuracies(summary).keys() else ""
     mark = "; ".join(filter(None, [starred, "union: test examples of all domains together" if several else ""]))
     few = f"The first {MAX_DOMAINS} of {len(columns)} domains are shown." if len(columns) > len(first) else ""
-    means = "" if has_aggregate(summary) else "Methods without an aggregated network: mean over the sites' own networks."
+    means = "Methods without an aggregated network: mean over the sites' own networks."
+    means = means if starred and not has_aggregate(summary) else ""
     own = PERSONAL in accuracies(summary)
-    personal = f"{PERSONAL}: the sites' own networks, each on its own site's test examples." if own else ""
+    own_tests = "each on its own site's test examples; all these examples have the same weight"
+    at_home = f"{PERSONAL}: the sites' own networks, {own_tests}."
+    personal = at_home if own else ""
     best = "best: chosen by validation examples; the other networks are those of the last round." if which(summary) else ""
     notes = " ".join(filter(None, [f"{mark}." if mark else "", means, best, personal, note, few]))
     return Table(f"Test {metric.title}", ["network", *first, *(["union"] if several else [])], kept, notes)

@@ -61,7 +61,8 @@ def spread_table(summary: Mapping[str, Any]) -> Table:
         rows.append([name, len(result["sites"]), metric.text(result["mean"]), metric.text(result["deviation"]), *worst,
                      *map(metric.text, (low, middle, high)), *best])  # fmt: skip
     columns = ["network", "sites", "mean", "deviation", "worst", "at", "10%", "median", "90%", "best", "at"]
-    note = "Every site has the same weight. 10%: a tenth of the sites are below this value. summary.json has all deciles."
+    note = ("Every site has the same weight. deviation: of these sites (divided by n). 10%: a tenth of the sites are below "
+            "this value. summary.json has all deciles.")  # fmt: skip
     return Table(
         "On each site's own test examples", columns, rows, _looked_at(summary) + _coarse(summary) + _lacking(summary) + note
     )

@@ -19,7 +19,7 @@ from fedloom.sims.report.page import Details, Picture, write_page
 from fedloom.sims.report.plots import draw_all, forgetting_figure, sites_figure
 from fedloom.sims.report.report import write_report
 from fedloom.sims.report.results import Holders, accuracy_table
-from fedloom.sims.report.sites import classes_figure, classes_table, spread_figure
+from fedloom.sims.report.sites import classes_figure, classes_table, spread_figure, spread_table
 from fedloom.sims.report.tables import MAX_ROWS, Table, percent
 from tests.sims.pages import checked
 
@@ -232,6 +232,22 @@ def test_accuracy_table_puts_the_sum_first_and_marks_home() -> None:
     assert [row[0] for row in table.rows] == ["sum", "independent", "site-0000", "site-0001"]
     assert list(table.rows[2]) == ["site-0000", "* 90.0%", "20.0%", "55.0%"]
     assert list(table.columns) == ["network", "a", "b", "union"]
+
+
+def test_the_note_of_personal_networks_is_about_examples_and_not_a_mean_over_sites() -> None:
+    summary = results(2, ["a", "b"])[1]
+    means, pooled = "mean over the sites' own networks", "all these examples have the same weight"
+    assert means in accuracy_table({**summary, "aggregate": ""}).note and means not in accuracy_table(summary).note
+    only = accuracy_table({**summary, "aggregate": "", "accuracy": {"personal": {"a": 0.4, "b": 0.6, "union": 0.5}}}).note
+    assert pooled in only and means not in only
+
+
+def test_the_deviation_over_sites_is_that_of_these_sites() -> None:
+    site = {"accuracy": 0.6, "right": 6, "images": 10, "classes": {}}
+    spread = {"mean": 0.6, "deviation": 0.1, "deciles": [0.5] * 9, "sites": {"site-0000": site, "site-0001": site},
+              "worst": {"site": "site-0000", "accuracy": 0.5}, "best": {"site": "site-0001", "accuracy": 0.7}}  # fmt: skip
+    table = spread_table({**results(2, ["a", "b"])[1], "per_site": {"aggregate": spread}})
+    assert "deviation: of these sites (divided by n)" in table.note
 
 
 def test_long_tables_are_cut_and_say_so() -> None:
