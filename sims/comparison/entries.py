@@ -134,7 +134,8 @@ def entries_of(paths: Sequence[Path]) -> tuple[list[Entry], list[str]]:
 
 def _unfinished_note(path: Path, state: str) -> str:
     what = "compare again when it has ended" if state == RUNNING else f"finish it with `fedloom resume {path}`"
-    return f"{path}: left out, because it is {state}; {what}"
+    reason = "it failed" if state == "failed" else f"it is {state}"
+    return f"{path}: left out, because {reason}; {what}"
 
 
 def _members(path: Path, faults: dict[Path, str]) -> Iterator[tuple[Path, bool]]:

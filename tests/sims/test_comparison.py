@@ -197,6 +197,10 @@ def test_what_cannot_be_compared_is_reported(fedloom: Command, swept: Path, run:
     assert said.code == 0
     assert f"note: {other}: left out, because its test examples differ (data.test_limit)" in said.out
     assert f"note: {half}: left out, because it is stopped" in said.out
+    failed = json.loads((run / "summary.json").read_text()) | {"status": "failed"}
+    (half / "summary.json").write_text(json.dumps(failed))
+    assert f"note: {half}: left out, because it failed; finish it with" in fedloom("compare", swept, half).out
+    (half / "summary.json").unlink()
     refused(fedloom("compare", half), "no finished run", "is stopped")
     refused(fedloom("compare", swept, other, "--by", "mode"), "--by: unknown key 'mode'", f"note: {other}: left out")
     refused(fedloom("compare", run / "plots"), "contains no run")
