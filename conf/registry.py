@@ -113,7 +113,7 @@ class Registry(Generic[T]):
         try:
             return build(self.get(name, where), options, where)
         except UnknownKeyError as error:
-            better = None if error.near else _undeclared(name, entry, error) or self._of_others(name, error, where)
+            better = None if error.near else self._undeclared(name, entry, error) or self._of_others(name, error, where)
             raise better or error from None
 
     def _of_others(self, name: str, error: UnknownKeyError, where: str) -> UserError | None:
@@ -122,6 +122,14 @@ class Registry(Generic[T]):
         owners = [each for each in sorted(self._shipped()) if self._fits(entry := self.find(each))
                   and any(field.name == option for field in dataclasses.fields(entry))]  # fmt: skip
         return UserError(f"{error.key}: an option of {', '.join(owners)}, not of {name}") if owners else None
+
+    def _undeclared(self, name: str, entry: type, error: UnknownKeyError) -> UserError | None:
+        """Return an error for a user's class that only inherits from a dataclass: its own lines do not count as options."""
+        if self.shipped(name) or "__dataclass_fields__" in vars(entry):
+            return None
+        option = error.key.rpartition(".")[2]
+        how = f"write @dataclass(frozen=True, eq=False) above the class, and '{option}: TYPE = DEFAULT' as one of its lines"
+        return UserError(f"{error.key}: the class {name} declares no such option; {how}")
 
     def _shipped(self) -> set[str]:
         return {*self._modules, *self._classes}
@@ -133,12 +141,3 @@ class Registry(Generic[T]):
         what = f"the class {entry.__name__}" if isinstance(entry, type) else f"of the type {type(entry).__name__}"
         takes = f"a dataclass derived from {self.base.__module__}.{self.base.__name__}" if self.base else "a dataclass"
         return UserError(f"{where or self.kind}.name: '{name}' is {what}, takes {takes}")
-
-
-def _undeclared(name: str, entry: type, error: UnknownKeyError) -> UserError | None:
-    """Return an error for a user's class that only inherits from a dataclass: its own lines do not count as options."""
-    if "__dataclass_fields__" in vars(entry):
-        return None
-    option = error.key.rpartition(".")[2]
-    how = f"write @dataclass(frozen=True, eq=False) above the class, and '{option}: TYPE = DEFAULT' as one of its lines"
-    return UserError(f"{error.key}: the class {name} declares no such option; {how}")

@@ -121,6 +121,16 @@ def test_an_entry_point_is_imported_when_it_is_asked_for_and_not_before(package:
     assert KINDS.get("theirs") is KINDS.get("my_method:Theirs") is KINDS.get("my_method:Nested.Theirs")
 
 
+def test_a_class_of_this_project_without_options_lists_what_it_takes(package: Path, monkeypatch: pytest.MonkeyPatch):
+    class Bare(Ours):
+        """Takes the options of Ours."""
+
+    monkeypatch.setitem(KINDS._classes, "bare", Bare)
+    monkeypatch.setattr(Bare, "__module__", "fedloom.server.strategies.bare")
+    with pytest.raises(UserError, match=r"^unknown key 'strategy\.xyz' \(known: strategy\.number\)$"):
+        KINDS.build({"name": "bare", "xyz": 3}, "strategy")
+
+
 def test_what_a_package_offers_is_gone_with_it(package: Path):
     assert "theirs" in KINDS.names()
     sys.path.remove(str(package))
