@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.conf import UserError, load
+from fedloom.conf.loading import to_yaml
 from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
 from fedloom.server.run_folder.folder import CONFIG
@@ -132,7 +133,7 @@ def test_workers_import_all_that_a_configuration_names_from_outside_and_nothing_
 def test_a_run_that_exists_is_refused_before_any_data_are_read(tmp_path: Path):
     """It took a quarter of a minute to say so, with larger data."""
     (tmp_path / "digits").mkdir()
-    (tmp_path / "digits" / CONFIG).write_text("")
+    (tmp_path / "digits" / CONFIG).write_text(to_yaml(load("digits")))
     words = small(tmp_path, "engine.name=inline")
     words[0] = "sites=[{domain: usps, count: 2}]"
     nowhere = load("digits", [*words, f"data.root={tmp_path / 'no-such-folder'}"])

@@ -18,6 +18,7 @@ import torch
 
 from fedloom.clients.storage.states import read_state
 from fedloom.conf import load
+from fedloom.conf.loading import to_yaml
 from fedloom.server.ledger import Ledger
 from fedloom.server.rounds.listener import LogListener
 from fedloom.server.run.experiment import run_experiment
@@ -172,7 +173,7 @@ def test_flwr_run_gives_the_bits_of_the_inline_engine(flower: Flower, tmp_path: 
 
 def test_a_run_that_exists_is_refused_in_one_line(flower: Flower):
     (flower.root / "taken").mkdir()
-    (flower.root / "taken" / CONFIG).write_text("")
+    (flower.root / "taken" / CONFIG).write_text(to_yaml(load("digits")))
     output = flower.run("run.name=taken")
     assert "RunFailed: the run 'taken' exists" in output
     assert "Traceback" not in output, output
