@@ -162,10 +162,10 @@ def test_a_budget_holds_over_runs_and_names(tmp_path: Path) -> None:
         if number < 3:
             assert trained(server)["epsilon"] == pytest.approx(epsilon({2.0: number + 1}, 1e-5))
         else:
-            with pytest.raises(Refused, match=r"privacy\.epsilon"):
+            with pytest.raises(Refused, match=r"budget \(site\.yaml: epsilon\) is spent"):
                 trained(server)
     server.reply(0, "erase")
-    with pytest.raises(Refused, match=r"privacy\.epsilon"):
+    with pytest.raises(Refused, match=r"budget \(site\.yaml: epsilon\) is spent"):
         trained(server)
 
 

@@ -182,7 +182,7 @@ def test_rows_with_different_seeds_are_not_compared_by_their_means(fedloom: Comm
 
 
 def test_the_page_says_that_a_process_with_several_runs_has_one_memory(fedloom: Command, swept: Path):
-    assert "and what earlier runs of its process left (--parallel 1)." in fedloom("compare", swept).out
+    assert "and what earlier runs of its process left." in fedloom("compare", swept).out
 
 
 def test_what_cannot_be_compared_is_reported(fedloom: Command, swept: Path, run: Path):
