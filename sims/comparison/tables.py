@@ -102,7 +102,8 @@ def cost_table(groups: Sequence[Group]) -> Table:
     ]
     note = ("Total over all rounds: mean ± standard deviation over runs. Compare seconds only for the same machine, engine "
             "and load: the wall-clock time of the rounds, without the start-up before them. Peak MB: the server's peak "
-            "memory, including baselines, with engine.name=inline the sites, and what earlier runs of its process left.")  # fmt: skip
+            "memory, including baselines, with engine.name=inline the sites, and what earlier runs of its process "
+            "left.")  # fmt: skip
     return Table("Cost", ["", "rounds", "MB to sites", "MB from sites", "seconds", "peak MB"], rows, note)
 
 
