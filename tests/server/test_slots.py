@@ -17,6 +17,7 @@ from fedloom.server.ledger.declared import Sum, declared_sums
 from fedloom.server.ledger.ledger import Ledger
 from fedloom.server.ledger.slots import Slots, SlotUpdate
 from fedloom.server.rounds.transport import TooFewRepliesError
+from fedloom.server.strategies.base import OwnStrategyError
 from fedloom.sims.operations.simulate import simulate
 from fedloom.sims.operations.unlearn import UnlearningRequest, unlearn
 from tests.server import slot_methods
@@ -55,7 +56,7 @@ def test_every_sum_is_that_of_the_contributions(tmp_path: Path, strategy: str):
     ("Misspelt", r"no slot 'netwrks' \(the strategy's slots\(\) has: networks\)"),
     ("Unsaved", r"no server state 'strt' \(saved: start\)")])  # fmt: skip
 def test_a_misspelt_slot_or_state_is_named_with_those_that_exist(tmp_path: Path, strategy: str, message: str):
-    with pytest.raises(KeyError, match=message):
+    with pytest.raises(OwnStrategyError, match=message):
         trained(tmp_path, strategy)
 
 
