@@ -21,9 +21,9 @@ SHARED = "shared"  # seeds the shared initialisation; a site's name seeds its ow
 
 @contextlib.contextmanager
 def alike() -> Iterator[None]:
-    """Enter a context where `initial_state` raises UserError for a site's own weights.
+    """Within this context, allow only the initial weights that all sites share: `initial_state` raises UserError for others.
 
-    Otherwise a server could choose a seed with which only one site's network trains, and read its contribution.
+    With own weights, a server could choose a seed with which only one site's network trains, and read its contribution.
     """
     token = _ALIKE.set(True)
     try:

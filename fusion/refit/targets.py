@@ -71,7 +71,16 @@ class Planned:
         return [f"refit by plans: every layer imitates {_described(self.weights)}, in the channels of network {into}"]
 
     def moved(self, axis: int, index: int, part: Tensor | None) -> Tensor | None:
-        """Return the channels `part` of network `index` after its plan has moved them, [m, rows]."""
+        """Return a network's channels in the order of the network `into`: plan.T @ part.
+
+        Args:
+            axis: The axis of channels, whose plan applies.
+            index: The network.
+            part: Its channels on the probe, [n, rows]; None: it has none.
+
+        Returns:
+            [m, rows]; `part` itself without a plan.
+        """
         plan = self.plans[index].get(axis)
         return part if part is None or plan is None else plan.to(part).T @ part
 

@@ -47,10 +47,17 @@ class Signals:
     async def wait(
         self, key: Hashable, listener: Hashable = "", at_once: bool = False, seconds: float = HELD_SECONDS
     ) -> bool:
-        """Wait until there are news of this key that the listener has not seen, at most so long.
+        """Wait for news of a key that the listener has not taken yet, and take them.
 
-        `at_once`: the listener then takes all of them; if not, one. Returns False, and takes nothing, if a newer wait of
-        the listener has begun: the connection of the older one may be dead.
+        Args:
+            key: What the news are about.
+            listener: Who waits. Each listener takes all news once.
+            at_once: Take all news; False: one.
+            seconds: The longest wait.
+
+        Returns:
+            True; False if a newer wait of the same listener has begun, because the older connection may be dead. Then
+            nothing is taken.
         """
         woken, loop = asyncio.Event(), asyncio.get_running_loop()
 

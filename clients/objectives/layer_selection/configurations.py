@@ -30,7 +30,7 @@ COUNTED: dict[str, Callable[[int, int], Configuration]] = {
 
 
 def named(text: str, groups: int, where: str) -> Configuration:
-    """Return the configuration that `text` names, for this number of groups of layers.
+    """Return the configuration with this name: for each of `groups` groups of layers, 1 if it is shared, else 0.
 
     Names are all, none, alternating, top-K, bottom-K, only-2-4 (these groups, from 1), and quoted digits such as "0101".
     Raises UserError for another name.
