@@ -124,7 +124,7 @@ def _converted(image: Any) -> Pixels:
 
 
 def _upright(image: Any) -> Any:
-    """Turn an image as its EXIF orientation says: telephones store pixels as the sensor has them."""
+    """Turn an image as its EXIF orientation says: phones store the pixels as the sensor has them."""
     from PIL import ImageOps
 
     image.load()  # turns a TIFF file

@@ -26,9 +26,7 @@ from fedloom.clients.training.learner import DivergedError
 from fedloom.conf.errors import UserError, of_storage
 from fedloom.conf.plugins import place_of
 
-STORAGE = (
-    1001  # code of a simulated site's error: this machine's storage is at fault, not the site. Flower's codes are small
-)
+STORAGE = 1001  # error code of a simulated site where this machine's storage is at fault; Flower's codes are small
 SIMULATED = "simulated"  # node-config of engines whose sites run on the user's own machines: errors leave in full
 LOG = logging.getLogger("fedloom.site")
 

@@ -225,8 +225,8 @@ class Database:
         """Raise LedgerError unless this is the folder's server, and the folder has not moved."""
         if not self.in_place():
             relative = "" if self.path.is_absolute() else ", or this program's working directory has changed (os.chdir)"
-            raise LedgerError(f"{self.path.parent}: is no longer this server's folder. Someone has moved it{relative}. The "
-                              "server writes nothing more; resume the run where it is now")  # fmt: skip
+            raise LedgerError(f"{self.path.parent}: this folder has moved while its server worked{relative}. "
+                              "The server writes nothing more. Resume the run where it is now")  # fmt: skip
 
     def seal(self) -> None:
         """Merge the log into the file, and write the file's sha256 next to it. A server calls this when it ends."""

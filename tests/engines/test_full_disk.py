@@ -1,4 +1,4 @@
-"""A simulation's full disk is no site's fault: the round ends with one line, and the resumed run has the same bits."""
+"""In a simulation, no site is dropped for a full disk. The round ends with one line; a resumed run has the same bits."""
 
 import errno
 import os

@@ -295,7 +295,7 @@ def test_a_run_whose_folder_is_moved_writes_into_no_other(root: str, tmp_path: P
             run(TREE, "run.name=moving", "seed=3", root)
 
     whole = run(TREE, "run.name=whole", "rounds=4", root)
-    with pytest.raises(UserError, match=r"moving: is no longer this server's folder\. Someone has moved it"):
+    with pytest.raises(UserError, match=r"moving: this folder has moved while its server worked"):
         run(TREE, "run.name=moving", "rounds=4", root, on_round=move)
     other = Result(place)
     assert other.summary["status"] == "finished" and other.summary["seed"] == 3 and check(place) == []
